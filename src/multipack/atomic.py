@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
@@ -42,13 +43,24 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         OSError: the file cannot be opened.
         ValueError: it is a pipe or a device, which could be read without end, or larger.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
-        state = os.fstat(file.fileno())
-        if not stat.S_ISREG(state.st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        if state.st_size > most:
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
             raise ValueError(f"{path} is larger than {most:,} bytes")
         return file.read()
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file opened for reading.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is a pipe or a device, which could be read without end.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        yield file
 
 
 def _open_at_once(path: str, flags: int) -> int:

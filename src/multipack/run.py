@@ -4,7 +4,10 @@
       config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts an equal run
       metrics.jsonl     one record per step and evaluation, in full precision
       samples.txt       generated text of evaluations
-      metrics.jsonl.cut, samples.txt.cut   what resuming from a checkpoint cut off the two, in order
+      documents.jsonl   the numbers of the documents of each step (log.documents); `multipack audit` reads them
+      metrics.jsonl.cut, samples.txt.cut, documents.jsonl.cut   what resuming from a checkpoint cut off, in order
+      history.jsonl     starts and ends of processes: hosts, software, plan, notes, cost of padding; never cut
+      report.html       the page of `multipack report`, written when a process ends
       trace.json        with train.profile
       reference.safetensors, cost.json   with preference pairs, with plan.cost=FILE; checkpoints have their checksums
       checkpoints/
@@ -43,6 +46,9 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.txt"
+        self.documents = self.path / "documents.jsonl"
+        self.history = self.path / "history.jsonl"
+        self.page = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
         self.latest = self.checkpoints / "latest"
         self.best = self.checkpoints / "best"

@@ -242,6 +242,8 @@ class StepApplier:
         record = {name: values[name] for name in LEGEND if name in values} | metrics
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
             record["dt_predicted"] = data.predicted_seconds
+        if self.files.log is not None and self.config.log.documents:
+            self.files.log.documents(step, data.documents.tolist(), data.index, data.plan)
         self._publish(record)
         every = self.config.log.every
         if every and (step % every == 0 or step == 1):

@@ -50,6 +50,7 @@ class StepData:
         packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
         index: of the step in its epoch's plan, from 0.
+        plan: of the epoch; None for a stream.
     """
 
     micro_batches: list[PackedBatch]
@@ -62,6 +63,7 @@ class StepData:
     packs: Packs
     wait_seconds: float
     index: int
+    plan: Plan | None = None
 
 
 def checked(
@@ -132,6 +134,7 @@ class EpochFeed:
             packs=dealt,
             wait_seconds=self._clock() - began,
             index=index,
+            plan=plan,
         )
 
 

@@ -37,10 +37,12 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
     Raises:
         ValueError: an entry is missing or has another type.
     """
-    progress = checkpoint.progress
+    progress, form = checkpoint.progress, FORM
+    if isinstance(marks := progress.get("marks"), dict) and "documents" in marks:  # not of earlier versions
+        form = FORM | {"marks": FORM["marks"] | {"documents": _MARK}}
     saved = progress.get("callbacks")
     states = {name: state for name, state in callbacks.items() if isinstance(saved, dict) and name in saved}
-    problem = _difference(progress, FORM, "progress")
+    problem = _difference(progress, form, "progress")
     if states:  # none, if the run has no callbacks of the saved one
         problem = problem or _difference(saved, states, "progress.callbacks")
     if problem:

@@ -1,6 +1,7 @@
 """Append-only files of a run. Resuming truncates them to the size and hash that the checkpoint stores.
 
-What is cut off is first appended to `metrics.jsonl.cut` and `samples.txt.cut`, so that no record is ever lost.
+What is cut off is first appended to files `….cut` beside them, so that no record is ever lost. Only history.jsonl is
+never cut: it has the starts and ends of processes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from multipack.atomic import read_file
+from multipack.planning.plan import Plan
 from multipack.run import RunDirectory, check_regular
 
 Mark = dict[str, Any]
@@ -25,7 +28,7 @@ NOTHING: Mark = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
 
 
 class RunLog:
-    """metrics.jsonl and samples.txt of a run, locked by the one process that writes them.
+    """The append-only files of a run, locked by the one process that writes them.
 
     Raises:
         ValueError: another process is writing them.
@@ -33,20 +36,42 @@ class RunLog:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._paths = run, _paths(run)
-        check_regular(*self._paths.values())
+        check_regular(*self._paths.values(), run.history)
         self._files = {name: path.open("ab", buffering=0) for name, path in self._paths.items()}
         try:
             fcntl.flock(self._files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.close()
+            for file in self._files.values():
+                file.close()
             raise ValueError(
                 f"another process is running {run.path}; wait for it, or choose another out="
             ) from None
         self._digests = {name: hashlib.sha256(path.read_bytes()) for name, path in self._paths.items()}
+        self._history = run.history.open("ab", buffering=0)
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Append one record to metrics.jsonl, in full precision."""
         self._write("metrics", json.dumps(dict(values)) + "\n")
+
+    def documents(self, step: int, numbers: Sequence[int], index: int = 0, plan: Plan | None = None) -> None:
+        """Append the numbers of a step's documents to documents.jsonl; with the first step of an epoch, its plan.
+
+        Args:
+            step: global step, from 1.
+            numbers: of the documents on all ranks.
+            index: of the step in its epoch, from 0.
+            plan: of the epoch; None for a stream.
+        """
+        line: dict[str, Any] = {"step": step, "epoch": plan.epoch if plan else 0, "index": index}
+        if plan is not None and index == 0:
+            lists = {name: getattr(plan, name).tolist() for name in ("carried_in", "carried", "dropped")}
+            line["plan"] = {"documents": len(plan.lengths), "steps": plan.num_steps, **lists}
+        self._write("documents", json.dumps({**line, "documents": list(numbers)}) + "\n")
+
+    def event(self, name: str, values: Mapping[str, Any]) -> None:
+        """Append a start or an end of this process to history.jsonl, with the time in UTC."""
+        stamp = datetime.now(UTC).isoformat(timespec="seconds")
+        self._history.write((json.dumps({"event": name, "time": stamp, **values}) + "\n").encode())
 
     def sample(self, step: int, text: str) -> None:
         """Append a generated text to samples.txt."""
@@ -65,7 +90,7 @@ class RunLog:
         self._digests[name].update(content)
 
     def marks(self) -> dict[str, Mark]:
-        """Flush both files to disk; returns the mark of each by name."""
+        """Flush the files to disk; returns the mark of each by name."""
         for name, file in self._files.items():
             try:
                 os.fsync(file.fileno())
@@ -77,7 +102,7 @@ class RunLog:
         }
 
     def cut(self, marks: Mapping[str, Mark] | None) -> int:
-        """Truncate both files to the marks of a checkpoint, None = to nothing; both are checked before either changes.
+        """Truncate the files to the marks of a checkpoint, None = to nothing; all are checked before one changes.
 
         Returns:
             Number of records that were cut off, and are in `metrics.jsonl.cut`.
@@ -95,13 +120,14 @@ class RunLog:
         return parts["metrics"][1].count(b"\n")
 
     def close(self) -> None:
-        """Close both files and release the lock."""
+        """Close the files and release the lock."""
         for file in self._files.values():
             file.close()
+        self._history.close()
 
 
 def _paths(run: RunDirectory) -> dict[str, Path]:
-    return {"metrics": run.metrics, "samples": run.samples}
+    return {"metrics": run.metrics, "samples": run.samples, "documents": run.documents}
 
 
 def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[bytes, bytes]]:
@@ -113,8 +139,11 @@ def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[
     """
     parts = {}
     for name, path in _paths(run).items():
-        content, size = read_file(path, sys.maxsize), marks[name]["bytes"]
-        if hashlib.sha256(content[:size]).hexdigest() != marks[name]["sha256"]:
+        if name not in marks and not path.exists():  # an earlier version kept no record of documents
+            continue
+        mark = marks.get(name, NOTHING)
+        content, size = read_file(path, sys.maxsize), mark["bytes"]
+        if hashlib.sha256(content[:size]).hexdigest() != mark["sha256"]:
             raise ValueError(
                 f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed from"
                 " an older checkpoint since. Resume another checkpoint, or a copy of the run"

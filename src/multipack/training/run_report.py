@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +17,11 @@ from multipack.data.corpus import Corpus
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
-from multipack.planning.report import padded_share, report
+from multipack.planning.report import PlanReport, padded_share, report
+from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.training.compare import Comparison
+from multipack.training.feed import StreamFeed
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
@@ -30,9 +35,12 @@ from multipack.training.trainer import Trainer
 def print_header(run: Trainer, seconds: float) -> None:
     """Print the run's header, its plan, and the legend of metrics; building the run took `seconds`."""
     console, config = run.console, run.config
-    console.section("run", header_rows(run))
+    console.section("run", rows := header_rows(run))
+    measured = measure_plan(run) if console.enabled else None
     if console.enabled:
-        console.section("plan", plan_rows(run))
+        console.section("plan", plan_rows(run, measured))
+    if run.files.log is not None:
+        run.files.log.event("start", start_record(run, rows, measured))
     legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
     if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
         legend["dt_predicted"] = PREDICTED
@@ -61,7 +69,11 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    rows = [("config", folder.config), ("metrics", folder.metrics)]
+    reason = stopped_by.name if stopped_by is not None else run.ending
+    rows: list[tuple[str, str | Path]] = [("config", folder.config), ("metrics", folder.metrics)]
+    if run.files.log is not None:
+        run.files.log.event("end", end_record(run, reason, comparison))
+        rows.append(("page", write_page(folder)))
     if folder.samples.is_file() and folder.samples.stat().st_size:
         rows.append(("samples", folder.samples))
     if folder.latest.is_file():
@@ -77,6 +89,16 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         console.line(
             f"\n{', '.join([f'final validation loss {run.val_loss:.4f}', *shown])} after {run.step} steps"
         )
+
+
+def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
+    """What history.jsonl says of the end of a process; `reason` is empty after the last step."""
+    record: dict[str, Any] = {"step": run.step, "reason": reason}
+    if comparison is not None:
+        record["comparison"] = asdict(comparison)
+    if isinstance(run.feed, StreamFeed) and run.feed.ended:
+        record["dropped"] = run.feed.stream.left.tolist()
+    return record
 
 
 def header_rows(run: Trainer) -> Rows:
@@ -179,16 +201,40 @@ def _checkpoints(train: TrainConfig) -> str:
     return f"{', '.join([*when, 'at the end'])}; kept: {kept}{beside}"
 
 
-def plan_rows(run: Trainer) -> Rows:
+def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
+    """The report of the plan, and the share of tokens in padded batches; None for a stream."""
+    if run.feed.plan is None:
+        return None
+    share = padded_share(run.corpus.train.lengths, run.config.train.padded_batch_size, run.config.train.seed)
+    return report(run.feed.plan, run.mesh.data_size, run.config.parallel.sync), share
+
+
+def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
+    """What history.jsonl says of the start of a process, as plain values; `rows` are those of the header."""
+    found, share = measured or (None, None)
+    return {
+        "step": run.step,
+        "steps": run.steps,
+        "world_size": run.world.size,
+        "parallel": run.config.parallel.text(run.world.size),
+        "run": rows,
+        "plan": found.to_dict() if found else None,
+        "padded_share": share,
+        "padded_batch_size": run.config.train.padded_batch_size,
+        "notes": run.notes,
+        "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
+    }
+
+
+def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
     """The report of the plan, packs of a step, and documents that were cut or skipped."""
     feed, config, corpus, ranks = run.feed, run.config, run.corpus, run.mesh.data_size
-    if feed.plan is None:
+    if feed.plan is None or measured is None:
         ends = f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps"
         ahead = f"{config.plan.window} steps, as soon as the documents that fill them are there"
         rows = [("documents", ends), ("planned ahead", ahead)]
     else:
-        found, batch_size = report(feed.plan, ranks, config.parallel.sync), config.train.padded_batch_size
-        share = padded_share(corpus.train.lengths, batch_size, config.train.seed)
+        (found, share), batch_size = measured, config.train.padded_batch_size
         rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (

@@ -129,6 +129,8 @@ class LogConfig:
     """Log norms of gradients and weights per layer."""
     gradient_noise: bool = False
     """Log the gradient noise scale, in targets: larger steps than this help little."""
+    documents: bool = True
+    """Write the numbers of every step's documents, about 8 bytes each, for `multipack audit`."""
 
     def __post_init__(self) -> None:
         """Check ranges."""

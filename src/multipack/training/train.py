@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Timer
 
@@ -21,7 +21,7 @@ from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.precision import deterministic, exact_float32
 from multipack.training.run_config import Config
 from multipack.training.run_parts import check_model
-from multipack.training.run_report import print_header, print_result
+from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
 
 CLOSE_SECONDS = 30.0
@@ -94,6 +94,11 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             print_result(trainer, result.stopped_by, result.comparison)
         except BaseException as error:
             failure = _error_to_raise(trainer, error)
+            with suppress(OSError):  # a full disk may be the failure
+                if trainer.files.log is not None:
+                    trainer.files.log.event(
+                        "end", end_record(trainer, str(failure) or type(failure).__name__)
+                    )
             with _closing(world, failure):
                 trainer.close(failed=True)
             if failure is error:

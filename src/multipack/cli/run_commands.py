@@ -1,0 +1,47 @@
+"""The commands that read run directories: report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from multipack.cli.command_options import argument, option
+
+Runs = Annotated[list[Path], argument("RUN…", "Run directories.")]
+
+
+def report(
+    runs: Runs,
+    output: Annotated[
+        Path | None, option("FILE.html for a page, FILE.md for Markdown; default: text.", "--output", "-o")
+    ] = None,
+) -> None:
+    """Report on runs: curves, speed, time, padding, samples, settings.
+
+    The page is one file that loads nothing from a network.
+
+    Examples:
+      multipack report runs/a
+      multipack report runs/a runs/b --output compared.html
+      multipack report runs/a --output summary.md
+    """
+    from multipack.atomic import write_atomically
+    from multipack.reports.console import Console
+    from multipack.reports.run_data import read_run
+    from multipack.reports.run_page import check_records, loss_curve, markdown, run_page, summary_rows
+
+    if output is not None and output.suffix not in (".html", ".md"):
+        raise ValueError(f"--output {output} must end with .html (a page) or .md (Markdown)")
+    found = [read_run(path) for path in runs]
+    check_records(found)
+    if output is not None:
+        content = run_page(found) if output.suffix == ".html" else markdown(found).encode()
+        write_atomically(output, content)
+        print(f"written: {output}", file=sys.stderr)
+        return
+    console = Console()
+    for each in found:
+        console.section(f"run {each.run.path}", summary_rows(each))
+        console.line("\nloss by step")
+        console.line("\n".join(loss_curve(each, min(console.columns, 100))))

@@ -1,0 +1,250 @@
+"""`read_run`: what a run directory holds, as far as it can be read. Files may be torn, foreign or of other versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from multipack.atomic import open_file, read_file
+from multipack.run import COMPLETE, RunDirectory, find_run
+from multipack.words import flatten, read_yaml
+
+MOST_LINE = 1 << 26
+"""Bytes of the longest line that is read."""
+MOST_COLUMNS = 200
+"""Most metrics of a run."""
+MOST_SAMPLES = 1 << 24
+"""Bytes of the largest samples.txt that is read."""
+
+
+class Lines:
+    """The lines of a growing JSON Lines file; each call of `new` returns the records since the last one.
+
+    Attributes:
+        problems: one sentence for each kind of lines that are no records.
+        torn: whether the last line is incomplete: its writer was killed, or is writing it.
+        restarted: whether the last call began again, because the file had been cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.torn, self.restarted = path, False, False
+        self._offset, self._number = 0, 0
+        self._broken: list[int] = []
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the lines so far."""
+        found = []
+        if self._broken:
+            more = f" and {len(self._broken) - 1:,} more" if len(self._broken) > 1 else ""
+            found.append(f"{self.path.name}: line {self._broken[0]:,}{more} cannot be read and is left out")
+        if self.torn:
+            found.append(f"{self.path.name}: the last line is incomplete and is left out")
+        return found
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number of the line, record) of each complete line that was not returned before.
+
+        Raises:
+            ValueError: the file is no regular file, or a line is too long.
+        """
+        self.restarted = False
+        if not self.path.exists():
+            return
+        with open_file(self.path) as file:
+            if file.seek(0, 2) < self._offset:  # a resumed run has cut it
+                self._offset, self._number, self._broken, self.restarted = 0, 0, [], True
+            file.seek(self._offset)
+            while line := file.readline(MOST_LINE):
+                self.torn = not line.endswith(b"\n")
+                if self.torn:
+                    if len(line) == MOST_LINE:
+                        raise ValueError(f"{self.path}: line {self._number + 1:,} is too long to be a record")
+                    return
+                self._offset += len(line)
+                self._number += 1
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict):
+                    yield self._number, record
+                else:
+                    self._broken.append(self._number)
+
+
+class Columns:
+    """Numbers of records by name: `values[name][i]` of record i, NaN where it has none."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {"step": []}
+
+    def __len__(self) -> int:
+        return len(self.values["step"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def add(self, record: dict[str, Any]) -> bool:
+        """Append a record, unless it has no step. Returns whether it was appended."""
+        if not _is_step(record.get("step")):
+            return False
+        count = len(self)
+        for name, value in record.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or (name not in self.values and len(self.values) >= MOST_COLUMNS):
+                continue
+            self.values.setdefault(name, [math.nan] * count).append(_finite(value))
+        for column in self.values.values():
+            if len(column) == count:
+                column.append(math.nan)
+        return True
+
+    def column(self, name: str) -> list[float]:
+        """The values of a metric, NaN where it is missing."""
+        return self.values.get(name, [math.nan] * len(self))
+
+    def known(self, name: str) -> list[float]:
+        """The values of a metric without NaN."""
+        return [value for value in self.column(name) if not math.isnan(value)]
+
+    def last(self, name: str) -> float:
+        """The last value of a metric, NaN if there is none."""
+        return next(iter(reversed(self.known(name))), math.nan)
+
+
+def _finite(value: float) -> float:
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+@dataclass
+class CheckpointFolder:
+    """A checkpoint's name, step, bytes, time of completion, and what names it; without its content."""
+
+    name: str
+    step: int
+    size: int
+    written: str
+    remark: str
+
+
+@dataclass
+class RunData:
+    """What a run directory holds.
+
+    Attributes:
+        run: the directory.
+        config: values of config.yaml by full name.
+        steps: metrics of steps.
+        evaluations: metrics of evaluations.
+        history: starts and ends of processes, in order; empty in runs of earlier versions.
+        samples: (step, text) of each evaluation.
+        checkpoints: those in the folder.
+        problems: what could not be read, one sentence each.
+    """
+
+    run: RunDirectory
+    config: dict[str, Any]
+    steps: Columns = field(default_factory=Columns)
+    evaluations: Columns = field(default_factory=Columns)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    checkpoints: list[CheckpointFolder] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The last start of a process; empty if none is recorded."""
+        return next((event for event in reversed(self.history) if event.get("event") == "start"), {})
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: of the last start, or of the configuration; 0 = unknown."""
+        for value in (self.start.get("steps"), self.config.get("train.steps")):
+            if _is_step(value) and value:
+                return int(value)
+        return 0
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """How the last process ended; None while it runs, or if it was killed."""
+        last = self.history[-1] if self.history else {}
+        return last if last.get("event") == "end" else None
+
+
+def read_run(path: str | Path) -> RunData:
+    """Read a run directory; nothing of it is changed.
+
+    Raises:
+        FileNotFoundError: it is no run directory.
+        ValueError: config.yaml cannot be read.
+    """
+    run, _ = find_run(path)
+    config = {key: value for key, value in flatten(read_yaml(run.config)).items() if key != "out"}
+    found = RunData(run, config)
+    metrics, history = Lines(run.metrics), Lines(run.history)
+    stepless = sum(not add_record(found, record) for _, record in metrics.new())
+    found.history = [event for _, event in history.new()]
+    found.problems += [*metrics.problems, *history.problems]
+    if stepless:
+        found.problems.append(f"{run.metrics.name}: {stepless:,} records have no step and are left out")
+    found.samples = _samples(found)
+    found.checkpoints = _checkpoints(run)
+    return found
+
+
+def add_record(found: RunData, record: dict[str, Any]) -> bool:
+    """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
+    is_evaluation = any(name.startswith("val_loss") for name in record)
+    return (found.evaluations if is_evaluation else found.steps).add(record)
+
+
+def _samples(found: RunData) -> list[tuple[int, str]]:
+    path = found.run.samples
+    try:
+        text = read_file(path, MOST_SAMPLES).decode("utf-8", errors="replace") if path.exists() else ""
+    except (OSError, ValueError) as error:
+        found.problems.append(f"samples are left out: {error}")
+        return []
+    parts = re.split(r"^=== step (\d{1,15})\n", text, flags=re.MULTILINE)[1:]
+    return [(int(step), sample.rstrip("\n")) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _checkpoints(run: RunDirectory) -> list[CheckpointFolder]:
+    named = {}
+    for pointer in (run.latest, run.best):
+        if pointer.is_file():
+            named[pointer.name] = read_file(pointer).decode("utf-8", errors="replace").strip()
+    found = []
+    for folder in sorted(run.checkpoints.glob("step-*")):
+        digits = folder.name.removeprefix("step-")
+        if not folder.is_dir() or not digits.isdecimal():
+            continue
+        marker = folder / COMPLETE
+        done = marker.is_file()
+        remarks = [pointer for pointer, name in named.items() if name == folder.name]
+        found.append(
+            CheckpointFolder(
+                name=folder.name,
+                step=int(digits),
+                size=sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()),
+                written=f"{datetime.fromtimestamp(marker.stat().st_mtime, UTC):%Y-%m-%d %H:%M:%S}"
+                if done
+                else "–",
+                remark=", ".join(remarks if done else [*remarks, "incomplete"]),
+            )
+        )
+    return found

@@ -1,0 +1,141 @@
+// The page of `multipack report`: `data.runs`, each with columns of steps and evaluations.
+const runs = data.runs.map((run, index) => ({ ...run, color: color(index), dash: DASHES[Math.floor(index / COLORS.length) % DASHES.length] }));
+const one = runs.length === 1;
+const first = runs[0];
+
+function series(table, name, scale = 1) {
+  return runs.filter((run) => run[table][name]).map((run) => ({
+    name: one ? "" : run.name, color: run.color, dash: run.dash, x: run[table].step,
+    y: run[table][name].map((value) => (value === null ? null : value * scale)) }));
+}
+
+add(page, "h1", {}, data.title);
+add(page, "p", { class: "soft" }, data.subtitle);
+if (!one) keys(page, runs.map((run) => [run.name, run.color]));
+if (one) tiles(page, first.tiles);
+else {
+  const box = add(add(page, "div", { class: "scroll" }), "table");
+  const head = add(box, "tr");
+  add(head, "th", {}, "run");
+  first.tiles.forEach(([name]) => add(head, "th", {}, name));
+  for (const run of runs) {
+    const row = add(box, "tr");
+    add(row, "td", {}, run.name).style.color = run.color;
+    run.tiles.forEach(([, value]) => add(row, "td", {}, value));
+  }
+}
+
+for (const run of runs) for (const text of run.warnings)
+  add(page, "p", { class: "warn" }, one ? text : `${run.name}: ${text}`);
+
+// Loss
+const loss = section("Loss");
+const controls = add(loss, "div", { class: "controls" });
+const label = add(controls, "label", {}, "smoothing ");
+const slider = add(label, "input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.6 });
+const toggle = (name) => { const box = add(controls, "label"), input = add(box, "input", { type: "checkbox" }); box.append(` ${name}`); input.addEventListener("change", () => drawLoss()); return input; };
+const logX = toggle("log steps"), logY = toggle("log loss");
+const [lossCard, drawLoss] = card(loss, "training (line) and validation (dots)", (box) => {
+  const weight = Number(slider.value);
+  const training = series("steps", "loss").map((each) => ({ ...each, name: `${each.name} training`, raw: weight ? each.y : null, y: weight ? smooth(each.y, weight) : each.y }));
+  const validation = data.validation.flatMap((name, index) => series("evals", name).map((each) => ({
+    ...each, name: `${each.name} ${name}`, dots: true, dash: each.dash || "5 3", color: one ? color(index + 1) : each.color })));
+  const marks = one ? first.sessions.filter((each) => each.step > 0 && each.event === "start").map((each) => [each.step, `resumed after step ${each.step}`]) : [];
+  lines(box, [...training, ...validation], { height: 320, logX: logX.checked, logY: logY.checked, marks });
+}, true);
+if (one && data.validation.length) keys(lossCard, [["training", color(0)], ...data.validation.map((name, index) => [name, color(index + 1)])]);
+slider.addEventListener("input", () => drawLoss());
+if (data.mean_of > 1) add(lossCard, "small", {}, `each point of a curve is the mean of up to ${data.mean_of} steps`);
+
+// Small charts
+const progress = add(section("Steps"), "div", { class: "grid" });
+const zeros = [];
+for (const chart of data.charts) {
+  const drawn = series("steps", chart.key), known = finite(drawn.flatMap((each) => each.y));
+  if (known.length && known.every((value) => value === 0)) zeros.push(chart.title);
+  else if (known.length)
+    card(progress, chart.title, (box) => lines(box, series("steps", chart.key, chart.percent ? 100 : 1), { zero: chart.zero, format: chart.percent ? (v) => `${short(v)} %` : short }));
+}
+if (zeros.length) add(page.lastChild, "small", {}, `0 in every step: ${zeros.join("; ")}`);
+
+// Time of a step
+const timed = runs.filter((run) => run.parts.length);
+if (timed.length) {
+  const box = add(section("Where the time of a step goes", data.parts_note), "div", { class: one ? "" : "grid" });
+  for (const run of timed) {
+    const paints = [3, 4, 0, 2, 5].map(color);
+    const [made] = card(box, one ? "seconds per step" : run.name, (chart) => areas(chart, run.steps.step, run.parts.map(([name, key], index) => ({ name, y: run.steps[key], color: paints[index] })), { height: 230 }));
+    keys(made, run.parts.map(([name, , share], index) => [`${name} ${percent(share)}`, paints[index]]));
+  }
+}
+
+// Padding and plan
+const padded = runs.filter((run) => run.padding.length);
+if (padded.length) {
+  const box = section("What padding would have cost", "Random batches of documents padded to the longest of each batch, beside the packs of this run.");
+  for (const run of padded) {
+    if (!one) add(box, "h3", {}, run.name);
+    const most = Math.max(...run.padding.map((each) => each.slots));
+    for (const each of run.padding) {
+      add(box, "div", {}, each.text);
+      const bar = add(box, "div", { class: "bar", title: each.text });
+      bar.style.width = `${(100 * each.slots) / most}%`;
+      add(bar, "i").style.width = `${(100 * each.tokens) / each.slots}%`;
+    }
+    for (const note of run.padding_notes) add(box, "p", {}, note);
+  }
+  keys(box, [["tokens of documents", "var(--c0)"], ["padding", "var(--free)"]]);
+}
+const planned = runs.filter((run) => run.plan.length);
+if (planned.length) {
+  const box = section("Plan", "Fill, balance and randomness of the first epoch, beside their proven bounds.");
+  for (const run of planned) { if (!one) add(box, "h3", {}, run.name); table(box, [], run.plan); }
+}
+
+// Samples
+const sampled = runs.filter((run) => run.samples.length);
+if (sampled.length) {
+  const box = section("Samples through training");
+  for (const run of sampled) {
+    const control = add(box, "label", { class: "controls" }, one ? "" : run.name), text = add(box, "pre", { class: "card" });
+    const choose = add(control, "input", { type: "range", min: 0, max: run.samples.length - 1, value: run.samples.length - 1 });
+    const at = add(control, "span");
+    const show = () => {
+      const [step, sample] = run.samples[Number(choose.value)], [prompt, ...rest] = sample.split("▌");
+      at.textContent = `after step ${step.toLocaleString("en-US")}`;
+      text.replaceChildren();
+      add(text, "span", { class: "soft" }, prompt);
+      add(text, "span", {}, rest.join("▌"));
+    };
+    choose.addEventListener("input", show);
+    show();
+  }
+}
+
+// Checkpoints and processes
+const kept = runs.filter((run) => run.checkpoints.length || run.sessions.length);
+if (kept.length) {
+  const box = section("Checkpoints and processes");
+  for (const run of kept) {
+    if (!one) add(box, "h3", {}, run.name);
+    if (run.checkpoints.length) table(box, ["checkpoint", "step", "size", "written (UTC)", ""], run.checkpoints);
+    if (run.sessions.length) table(box, ["process", "step", "time (UTC)", ""], run.sessions.map((each) => [each.event, each.step, each.time, each.text]));
+  }
+}
+
+// Configuration
+const settings = section("Configuration", one ? "" : "Settings that differ are marked.");
+const search = add(settings, "input", { type: "search", placeholder: "filter, e.g. optimizer", "aria-label": "filter settings" });
+const grid = table(settings, one ? [] : ["setting", ...runs.map((run) => run.name)], []);
+const rows = data.config.map(([key, differs, ...values]) => {
+  const row = add(grid, "tr");
+  add(row, "th", {}, key);
+  values.forEach((value) => add(row, "td", differs ? { class: "differs" } : {}, value));
+  return [key, row];
+});
+search.addEventListener("input", () => rows.forEach(([key, row]) => { row.hidden = !key.includes(search.value.trim()); }));
+for (const run of runs) if (run.facts.length) {
+  add(settings, "h3", {}, one ? "as started" : `${run.name}, as started`).style.marginTop = "18px";
+  table(settings, [], run.facts);
+}
+add(page, "p", { class: "soft" }, data.made);

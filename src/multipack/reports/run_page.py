@@ -1,0 +1,379 @@
+"""Reports of runs: one HTML page, a Markdown summary, or text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from statistics import fmean, median
+from typing import Any
+
+import multipack
+from multipack.atomic import write_atomically
+from multipack.reports.curve import text_curve
+from multipack.reports.run_data import Columns, RunData, read_run
+from multipack.reports.web_page import web_page
+from multipack.run import RunDirectory
+
+Rows = list[tuple[str, str]]
+
+MOST_POINTS = 1000
+"""Points of a curve on the page; longer runs are shown by means of neighboring steps."""
+MOST_SAMPLES = 60
+"""Samples on the page, evenly spaced."""
+MOST_TEXT = 4000
+"""Characters of a text on the page."""
+PARTS = {
+    "waiting for data": "data_time",
+    "forward": "dtf",
+    "backward": "dtb",
+    "optimizer": "dto",
+    "other": "other",
+}
+"""Part of a step's time → its column."""
+PARTS_NOTE = (
+    "Seconds of the process that writes the log. Backward includes the synchronization of gradients between ranks;"
+    " optimizer includes clipping and callbacks."
+)
+CHARTS: list[tuple[str, str, bool, bool]] = [
+    ("lr", "learning rate", False, True),
+    ("grad_norm", "norm of the gradient, before clipping", False, True),
+    ("tps", "tokens per second, without padding", False, True),
+    ("mfu", "model FLOPs over the devices' peak, %", False, True),
+    ("padding", "padding: slots without a token", True, True),
+    ("cost_spread", "planned imbalance: slowest rank over mean, minus 1", True, True),
+    ("memory", "peak memory, GiB", False, True),
+    ("target_tokens", "targets of a step", False, True),
+]
+"""(column, title, shown in percent, axis from 0) of each small chart; other metrics follow."""
+_SHOWN = {"step", "loss", "dt", *PARTS.values(), *(key for key, *_ in CHARTS)}
+_HIDDEN = {"sps", "sps_per_device", "tps_per_device"}
+
+
+def write_page(run: RunDirectory) -> str:
+    """Write the page of a run into its directory; returns its path, or why it was not written."""
+    try:
+        write_atomically(run.page, run_page([read_run(run.path)]))
+    except (OSError, ValueError) as error:
+        return f"not written: {error}"
+    return str(run.page)
+
+
+def check_records(found: Sequence[RunData]) -> None:
+    """Check that there is something to report.
+
+    Raises:
+        ValueError: a run has no record yet.
+    """
+    for each in found:
+        if not (len(each.steps) or len(each.evaluations)):
+            raise ValueError(
+                f"{each.run.path} has no records in {each.run.metrics.name}: it has not taken a step, or they are of"
+                " another version"
+            )
+
+
+def run_page(found: Sequence[RunData]) -> bytes:
+    """The HTML page of some runs."""
+    names = _names(found)
+    step_of = [max(-(-len(each.steps) // MOST_POINTS), 1) for each in found]
+    validation = sorted(
+        {name for each in found for name in each.evaluations.values if name.startswith("val_loss")}
+    )
+    own = sorted({name for each in found for name in each.steps.values} - _SHOWN - _HIDDEN)
+    single = found[0] if len(found) == 1 else None
+    title = f"Run {names[0]}" if single else f"{len(found)} runs"
+    rows = dict(_pairs(single.start.get("run"))) if single else {}
+    subtitle = " · ".join(rows[name] for name in ("model", "parameters", "device") if name in rows)
+    data = {
+        "title": title,
+        "subtitle": subtitle or ", ".join(names),
+        "made": f"multipack {multipack.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "mean_of": max(step_of),
+        "validation": validation,
+        "charts": [
+            {"key": key, "title": text, "percent": percent, "zero": zero}
+            for key, text, percent, zero in CHARTS
+        ]
+        + [{"key": key, "title": key, "percent": False, "zero": False} for key in own],
+        "parts_note": PARTS_NOTE,
+        "config": config_rows(found),
+        "runs": [_run(each, name, width) for each, name, width in zip(found, names, step_of, strict=True)],
+    }
+    return web_page(f"{title} · multipack", "run_page.js", data)
+
+
+def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
+    """The data of a run for its page."""
+    steps = dict(found.steps.values)
+    shares = time_shares(found.steps)
+    if shares:
+        known = [key for key in PARTS.values() if key != "other" and key in steps]
+        parts = zip(steps["dt"], *(steps[key] for key in known), strict=True)
+        steps["other"] = [max(dt - sum(filter(math.isfinite, rest)), 0.0) for dt, *rest in parts]
+    every = max(-(-len(found.samples) // MOST_SAMPLES), 1)
+    samples = found.samples[::-1][::every][::-1]  # the last one is always there
+    bars, notes = padding_cost(found)
+    return {
+        "name": name,
+        "tiles": key_figures(found),
+        "steps": {key: _means(values, mean_of, key == "step") for key, values in steps.items()},
+        "evals": found.evaluations.values,
+        "parts": [(part, PARTS[part], share) for part, share in shares.items()],
+        "padding": bars,
+        "padding_notes": notes,
+        "plan": plan_figures(found.start.get("plan")),
+        "samples": [(step, text[:MOST_TEXT]) for step, text in samples],
+        "checkpoints": [
+            (each.name, each.step, f"{each.size / 2**20:,.1f} MiB", each.written, each.remark)
+            for each in found.checkpoints
+        ],
+        "sessions": sessions(found),
+        "warnings": warnings(found),
+        "facts": _pairs(found.start.get("run")),
+    }
+
+
+def _names(found: Sequence[RunData]) -> list[str]:
+    """A name for each run: its folder, with as many of its parents as make the names differ."""
+    paths = [each.run.path.resolve() for each in found]
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _means(values: list[float], width: int, last: bool) -> list[float]:
+    """Means of `width` neighboring values, or the last of them; NaN is left out."""
+    if width == 1:
+        return values
+    groups = [values[start : start + width] for start in range(0, len(values), width)]
+    if last:
+        return [group[-1] for group in groups]
+    known = [[value for value in group if not math.isnan(value)] for group in groups]
+    return [fmean(group) if group else math.nan for group in known]
+
+
+def _number(value: Any) -> float:
+    """A finite number of data that may be anything, NaN if it is none."""
+    try:
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        return float(value) if is_number else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _pairs(value: Any) -> Rows:
+    """(name, text) rows of data that may be anything."""
+    rows = value if isinstance(value, list) else []
+    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
+    return [(str(name)[:80], str(text)[:MOST_TEXT]) for name, text in pairs]
+
+
+def tokens_and_seconds(steps: Columns) -> tuple[float, float]:
+    """Tokens of all recorded steps, without padding, and their seconds."""
+    seconds = steps.column("dt")
+    products = [rate * dt for rate, dt in zip(steps.column("tps"), seconds, strict=True)]
+    return sum(filter(math.isfinite, products)), sum(filter(math.isfinite, seconds))
+
+
+def key_figures(found: RunData) -> Rows:
+    """(name, value) of the most important numbers of a run."""
+    steps, evaluations = found.steps, found.evaluations
+    tokens, seconds = tokens_and_seconds(steps)
+    validation = evaluations.last("val_loss")
+    done = int(steps.last("step")) if len(steps) else 0
+    rows = [("steps", f"{done:,} of {found.total_steps:,}" if found.total_steps else f"{done:,}")]
+    if steps.known("loss"):
+        rows.append(("training loss of the last step", f"{steps.last('loss'):.4f}"))
+    if math.isfinite(validation):
+        perplexity = f", perplexity {math.exp(validation):,.4g}" if validation < 50 else ""
+        rows.append((f"validation loss{perplexity}", f"{validation:.4f}"))
+    if rates := steps.known("tps"):
+        rows.append(("tokens/s without padding, median", f"{median(rates):,.0f}"))
+    if rates := [rate for rate in steps.known("mfu") if rate]:
+        rows.append(("MFU, median", f"{median(rates):.1f} %"))
+    if shares := steps.known("padding"):
+        rows.append(("padding, mean", f"{100 * fmean(shares):.2f} %"))
+    if seconds:
+        rows.append(("tokens trained", _large(tokens)))
+        rows.append(("time in steps", duration(seconds)))
+    if sizes := steps.known("memory"):
+        rows.append(("peak memory", f"{max(sizes):.2f} GiB"))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42 s`, `3 min 5 s`, `2 h 10 min` or `4 d 3 h`."""
+    total = round(seconds)
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if total >= size:
+            return f"{total // size} {unit} {total % size // part} {smaller}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _large(number: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:.0f}"
+
+
+def time_shares(steps: Columns) -> dict[str, float]:
+    """Part of a step's time → its share of all steps' time; empty if the run did not record it."""
+    total = tokens_and_seconds(steps)[1]
+    sums = {part: sum(steps.known(key)) for part, key in PARTS.items() if key in steps}
+    if not total or not sums:
+        return {}
+    return {part: value / total for part, value in sums.items()} | {
+        "other": max(1 - sum(sums.values()) / total, 0.0)
+    }
+
+
+def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
+    """What padding would have cost: bars of slots and tokens, and sentences."""
+    share, size = _number(found.start.get("padded_share")), _number(found.start.get("padded_batch_size"))
+    tokens, seconds = tokens_and_seconds(found.steps)
+    if not (0 < share <= 1 and size >= 1 and tokens):
+        return [], []
+    filled = 1 - fmean(found.steps.known("padding") or [0.0])
+    if filled <= 0:
+        return [], []
+    bars = []
+    for name, part in (("packed", filled), (f"padded, batches of {size:.0f}", share)):
+        slots = tokens / part
+        text = f"{name}: {_large(slots)} slots for {_large(tokens)} tokens ({100 * part:.1f} % filled)"
+        bars.append({"text": text, "slots": slots, "tokens": tokens})
+    measured = next((event["comparison"] for event in reversed(found.history) if "comparison" in event), None)
+    ratio = _number(measured.get("ratio")) if isinstance(measured, dict) else math.nan
+    if ratio > 0:
+        return bars, [
+            f"Measured in this run: packed steps processed {ratio:.2f} times the tokens per second of padded steps. The"
+            f" {duration(seconds)} in steps would have been {duration(seconds * ratio)} with padding."
+        ]
+    factor = filled / share
+    return bars, [
+        f"If every slot cost the same, the {duration(seconds)} in steps would have been"
+        f" {duration(seconds * factor)} with padding ({factor:.2f} times)."
+    ]
+
+
+def plan_figures(plan: Any) -> Rows:
+    """Rows about fill, balance and randomness of a plan's report, as `PlanReport.to_dict` returned it."""
+    if not isinstance(plan, dict):
+        return []
+    value = {name: _number(each) for name, each in plan.items()}
+    texts = {
+        "packs": "{packs:,.0f}; proven lower bound {minimum_packs:,.0f}",
+        "global steps": "{steps:,.0f}; proven lower bound {minimum_steps:,.0f}",
+        "fill": "{efficiency:.2%} of the slots hold tokens",
+        "balance": "{cost_utilization:.2%} mean cost of a rank over maximum; ceiling {cost_utilization_ceiling:.2%}",
+        "randomness": "99 % of the documents are at most {displacement_p99:.1f} steps from their place in the order",
+        "dropped": "{dropped_documents:,.0f} documents",
+    }
+    rows = []
+    for name, text in texts.items():
+        try:
+            shown = text.format(**value)
+        except (KeyError, ValueError):  # of another version
+            continue
+        if "nan" not in shown and not (name == "balance" and value.get("data_parallel_size", 1) <= 1):
+            rows.append((name, shown))
+    return rows
+
+
+def sessions(found: RunData) -> list[dict[str, Any]]:
+    """Starts and ends of processes, for people."""
+    events = []
+    for event in found.history:
+        text = str(event.get("parallel", "") if event.get("event") == "start" else event.get("reason", ""))
+        if event.get("event") == "start" and not math.isnan(count := _number(event.get("world_size"))):
+            text = f"{count:.0f} process{'es' if count != 1 else ''}, {text}"
+        step = _number(event.get("step"))
+        events.append(
+            {
+                "event": str(event.get("event"))[:20],
+                "step": 0 if math.isnan(step) else int(step),
+                "time": str(event.get("time"))[:19].replace("T", " "),
+                "text": text[:MOST_TEXT] or "after the last step",
+            }
+        )
+    return events
+
+
+def warnings(found: RunData) -> list[str]:
+    """What a reader of the run should know: damage, failures, skipped steps, notes of its last start."""
+    notes = found.start.get("notes")
+    texts = [*found.problems, *(str(note)[:MOST_TEXT] for note in (notes if isinstance(notes, list) else []))]
+    if skipped := sum(found.steps.known("skipped")):
+        texts.append(f"{skipped:.0f} steps were skipped: fp16 overflow, or a spike of loss or gradient")
+    done, end = found.steps.last("step"), found.end
+    if found.history and end is None and not math.isnan(done):
+        texts.append(f"the last process recorded no end: it is running, or was killed after step {done:,.0f}")
+    elif end is not None and end.get("reason"):
+        texts.append(f"the last process ended after step {end.get('step')}: {str(end['reason'])[:MOST_TEXT]}")
+    return texts
+
+
+def config_rows(found: Sequence[RunData]) -> list[list[Any]]:
+    """[name, whether the runs differ, value of each run…] of every setting; those that differ first."""
+    names = {name: None for each in found for name in each.config}
+    rows = [[name, *(str(each.config.get(name, "–"))[:MOST_TEXT] for each in found)] for name in names]
+    marked = [[name, len(set(values)) > 1, *values] for name, *values in rows]
+    return sorted(marked, key=lambda row: not row[1])
+
+
+def summary_rows(found: RunData) -> Rows:
+    """The report of a run as rows of text."""
+    shares = ", ".join(f"{part} {share:.1%}" for part, share in time_shares(found.steps).items())
+    facts = dict(_pairs(found.start.get("run")))
+    rows: Rows = [
+        (name, facts[name])
+        for name in ("model", "parameters", "device", "parallel", "corpus")
+        if name in facts
+    ]
+    rows += key_figures(found) + plan_figures(found.start.get("plan"))
+    rows += [("time of a step", shares)] if shares else []
+    rows += [("padding instead", note) for note in padding_cost(found)[1]]
+    if found.checkpoints:
+        kept = ", ".join(
+            f"{each.name}{f' ({each.remark})' if each.remark else ''}" for each in found.checkpoints[-4:]
+        )
+        rows.append(("checkpoints", kept))
+    return rows + [("warning", text) for text in warnings(found)]
+
+
+def loss_curve(found: RunData, columns: int) -> list[str]:
+    """The training loss as text; the validation loss, if only that is known."""
+    table, name = (found.steps, "loss") if found.steps.known("loss") else (found.evaluations, "val_loss")
+    return text_curve(table.values["step"], table.column(name), columns)
+
+
+def markdown(found: Sequence[RunData]) -> str:
+    """A summary of runs in Markdown."""
+    lines = []
+    for each, name in zip(found, _names(found), strict=True):
+        lines += [f"# Run {_cell(name)}", "", "| | |", "|---|---|"]
+        lines += [f"| {_cell(row)} | {_cell(text)} |" for row, text in summary_rows(each)]
+        lines += ["", "Loss by step:", "", "```", *loss_curve(each, 76), "```", ""]
+        if len(each.evaluations):
+            lines += ["| step | validation loss |", "|---|---|"]
+            pairs = list(
+                zip(each.evaluations.values["step"], each.evaluations.column("val_loss"), strict=True)
+            )
+            lines += [f"| {step:,.0f} | {value:.4f} |" for step, value in pairs[-10:]] + [""]
+    differing = [row for row in config_rows(found) if row[1]]
+    if differing:
+        lines += ["# Differences", "", "| setting |" + "".join(f" {_cell(name)} |" for name in _names(found))]
+        lines += ["|---|" + "---|" * len(found)]
+        lines += ["| " + " | ".join(map(_cell, (row[0], *row[2:]))) + " |" for row in differing]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table: in one line, and without the meaning that Markdown and HTML give to characters."""
+    text = " ".join(str(text).split())
+    for character in "\\`*_[]<>|":
+        text = text.replace(character, f"\\{character}")
+    return text
