@@ -3,14 +3,21 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from multipack.planning.plan import plan
+from multipack.planning.report import report
+from multipack.reports.plan_page import plan_page
+from multipack.reports.plan_view import plan_view
 from multipack.reports.run_data import read_run
 from multipack.reports.run_page import run_page
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import CHROMIUM, MISSING, Browser
 
+WAIT = "new Promise((done) => setTimeout(done, 150))"
+PIXELS = "document.querySelector('canvas').toDataURL()"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 
 
@@ -54,6 +61,30 @@ def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
     assert browser.evaluate("/NaN|undefined/.test(document.getElementById('page').outerHTML)") is False
     shown = browser.evaluate("[...document.querySelectorAll('tr')].filter((row) => !row.hidden).length")
     assert shown < browser.evaluate("document.querySelectorAll('tr').length")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_a_plan(browser, tmp_path, width, dark):
+    lengths = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 2048).astype(np.int64)
+    made = plan(lengths, capacity=2048, packs_per_step=16)
+    view = plan_view(made, report(made, 8), 0, 8, 0.4, "multipack train")
+    (tmp_path / "plan.html").write_bytes(plan_page(view, "Plan of <lengths>", [("documents", "3,000")]))
+    check(browser, tmp_path / "plan.html", width, dark)
+    assert browser.evaluate("document.querySelectorAll('canvas').length") == 2
+    # The animation runs, pauses, and can be moved.
+    first, second = (browser.evaluate(f"{WAIT}.then(() => time.value)") for _ in range(2))
+    assert 0 < float(first) < float(second) < 1
+    paused = browser.evaluate(
+        f"play.click(); const at = time.value; {WAIT}.then(() => [at, time.value, play.textContent])"
+    )
+    assert paused[0] == paused[1]
+    assert paused[2] == "play"
+    empty = browser.evaluate(PIXELS)
+    browser.evaluate("time.value = 1; time.dispatchEvent(new Event('input'))")
+    assert browser.evaluate(PIXELS) != empty
+    assert browser.evaluate("play.textContent") == "play again"
+    assert browser.problems == []
 
 
 def test_what_the_browser_finds(browser, tmp_path):

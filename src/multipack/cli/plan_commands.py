@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from multipack.planning.report import PlanReport
     from multipack.reports.console import Console
 
+PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
 
 
@@ -37,7 +38,11 @@ def plan(
     ] = False,
     as_json: Json = False,
     picture: Annotated[
-        bool, typer.Option("--picture", help="Draw 24 documents and 8 packs; default: 4 of each.")
+        bool,
+        typer.Option(
+            "--picture",
+            help="Draw 24 documents and 8 packs; with FILE.png, .svg or .html after it: a picture of the plan.",
+        ),
     ] = False,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
@@ -49,11 +54,13 @@ def plan(
       multipack plan lengths.npy plan.capacity=8192 world_size=4
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
       multipack plan books.store model=path/config.json --explore
+      multipack plan lengths.npy world_size=8 --picture plan.html
 
     The cost of a document follows from model=, a preset (default: llama-8b) or
     the path of a Hugging Face config.json, or from cost=FILE, a cost fitted to
     measured times. `multipack plan --settings` lists all settings.
     """
+    from multipack.atomic import write_atomically
     from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.stored_lengths import read_lengths
     from multipack.planning.advice import advise
@@ -62,7 +69,8 @@ def plan(
     from multipack.reports.summary import report_rows
     from multipack.words import merge
 
-    command = merge(PlanCommand, words or [])
+    words, file = _without_file(words or [], picture)
+    command = merge(PlanCommand, words)
     lengths, targets, fit = read_lengths(Path(source), command.plan.capacity, data=command.data)
     console = Console(stream=sys.stderr if as_json else None)
     if explore:
@@ -79,6 +87,11 @@ def plan(
     rows = report_rows(measured, share, command.padded_batch_size, command.world_size, command.plan, advice)
     fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
     console.section(f"plan of {source}", [*rows, *fit_rows])
+    if file is not None:
+        content = _picture(planned, measured, command, step, share, Path(source), [*rows, *fit_rows], file)
+        write_atomically(file, content)
+        console.line(f"\npicture written: {file}")
+        return
     head, _, pictures = drawn.partition("\n")
     console.paragraph(f"\n{head}")
     console.line(f"{pictures}\n")
@@ -108,6 +121,40 @@ def _measured(
             options=options,
         )
         return planned, report(planned, ranks, command.sync, command.sample or None, split_documents=cut)
+
+
+def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | None]:
+    """The words that are settings, and the file of a picture, which is one of them."""
+    files = [word for word in words if word.endswith(PICTURES) and "=" not in word]
+    if files and not picture:
+        raise ValueError(f"{files[0]} is no setting; for a picture of the plan use --picture {files[0]}")
+    if len(files) > 1:
+        raise ValueError(f"--picture writes one file, and {' and '.join(files)} are given")
+    return [word for word in words if word not in files], Path(files[0]) if files else None
+
+
+def _picture(
+    planned: Plan,
+    measured: PlanReport,
+    command: PlanCommand,
+    step: int,
+    share: float,
+    source: Path,
+    rows: list[tuple[str, str]],
+    file: Path,
+) -> bytes:
+    """The picture of a plan, of the kind that the name of its file ends with."""
+    from multipack.cli.plan_settings import training_command
+    from multipack.reports.plan_page import plan_page
+    from multipack.reports.plan_picture import draw_plan
+    from multipack.reports.plan_view import plan_view
+
+    view = plan_view(
+        planned, measured, step, command.padded_batch_size, share, training_command(source, command)
+    )
+    if file.suffix == ".html":
+        return plan_page(view, f"Plan of {source.name}", rows)
+    return draw_plan(view, file.suffix[1:])
 
 
 def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, columns: int) -> str:

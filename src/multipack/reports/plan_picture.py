@@ -1,0 +1,224 @@
+"""`draw_plan`: a plan as a picture (PNG or SVG), by Matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from multipack.machine import import_extra
+
+COLORS = "viridis"
+"""Color map of lengths and costs: even in lightness, so that it reads without hue."""
+FREE, INK, ACCENT, MARK = "#dfe2e7", "#1c2330", "#0067a8", "#c2570c"
+
+
+def draw_plan(view: dict[str, Any], kind: str) -> bytes:
+    """A picture of a plan.
+
+    Args:
+        view: values of `plan_view`.
+        kind: `png` or `svg`.
+
+    Raises:
+        ImportError: Matplotlib is not installed; the message names the extra.
+    """
+    import_extra("matplotlib", "--picture", "pictures")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = 3 if view["ranks"] > 1 else 2
+    figure = Figure(figsize=(12, 3.4 * rows + 0.9), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(headline(view), x=0.012, ha="left", fontsize=13, color=INK, weight="bold")
+    parts: Any = figure.subfigures(rows, 1, height_ratios=[1.5, 1.25, 1][:rows])
+    _draw_blocks(parts[0], view)
+    if view["ranks"] > 1:
+        _draw_heat(parts[1], view["heat"], view["ranks"])
+    _draw_measures(parts[-1], view)
+    with io.BytesIO() as buffer:
+        figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
+        return buffer.getvalue()
+
+
+def headline(view: dict[str, Any]) -> str:
+    """The numbers of a plan in one line."""
+    return (
+        f"{view['documents']:,} documents in {view['packs']:,} packs of {view['capacity']:,} tokens"
+        f" (at least {view['minimum_packs']:,}), {view['steps']:,} steps (at least {view['minimum_steps']:,}),"
+        f" {view['ranks']:,} rank{'s' if view['ranks'] > 1 else ''}"
+    )
+
+
+def _plain(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors="#5d6675")
+
+
+def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
+    """Padded batches above the packs of the same documents; one image each, however many there are."""
+    blocks, capacity = view["blocks"], view["capacity"]
+    above, below = figure.subplots(2, 1)
+    longest = max(blocks["longest"])
+    count, tokens = len(blocks["length"]), sum(blocks["length"])
+    columns = np.asarray(blocks["place"])
+    share = tokens / blocks["padded_slots"]
+    padded = np.repeat(blocks["longest"], view["batch_size"])[:count]
+    image = _image(columns, np.zeros(count), blocks["length"], count, longest, padded)
+    above.imshow(image, aspect="auto", origin="lower", extent=(0, count, 0, longest), interpolation="nearest")
+    _plain(
+        above,
+        f"before: {count:,} documents in padded batches of {view['batch_size']}; {1 - share:.1%} padding",
+    )
+    image = _image(
+        np.asarray(blocks["pack"]),
+        np.asarray(blocks["below"]),
+        blocks["length"],
+        blocks["packs"],
+        capacity,
+        None,
+    )
+    below.imshow(
+        image,
+        aspect="auto",
+        origin="lower",
+        extent=(0, blocks["packs"], 0, capacity),
+        interpolation="nearest",
+    )
+    some = "" if blocks["packs"] == blocks["all_packs"] else f", evenly spaced of {blocks['all_packs']:,}"
+    free = 1 - tokens / (blocks["packs"] * capacity)
+    steps = _steps(blocks)
+    _plain(below, f"after: the same in {blocks['packs']:,} packs{some} ({steps}); {free:.2%} free")
+    for axes in (above, below):
+        axes.set_ylabel("tokens", fontsize=8)
+
+
+def _steps(blocks: dict[str, Any]) -> str:
+    first, last = blocks["first_step"], blocks["last_step"]
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _image(column: Any, below: Any, length: Any, columns: int, height: int, padded: Any) -> Any:
+    """(rows, columns, 4) colors of blocks in columns; wide columns have a gap beside them, high blocks one below."""
+    from matplotlib import colormaps
+
+    length, below = np.asarray(length), np.asarray(below)
+    wide = max(1, min(16, 1600 // max(columns, 1)))
+    rows = 320
+    image = np.ones((rows, columns * wide, 4))
+    gray = np.array([int(FREE[i : i + 2], 16) / 255 for i in (1, 3, 5)] + [1.0])
+    scale = rows / height
+    low, high = math.log(max(int(length.min()), 1)), math.log(max(int(length.max()), 2))
+    paint = colormaps[COLORS]((np.log(np.maximum(length, 1)) - low) / max(high - low, 1e-9))
+    gap = 1 if wide >= 4 else 0
+    if padded is None:
+        for start in range(columns):
+            image[:, start * wide : (start + 1) * wide - gap] = gray
+    else:
+        for start, top in enumerate(padded):
+            image[: max(round(top * scale), 1), start * wide : (start + 1) * wide - gap] = gray
+    for at, base, tokens, color in zip(column, below, length, paint, strict=True):
+        bottom, top = round(base * scale), max(round((base + tokens) * scale), round(base * scale) + 1)
+        image[bottom + (top - bottom >= 6) : top, at * wide : (at + 1) * wide - gap] = color
+    return image
+
+
+def _draw_heat(figure: Any, heat: dict[str, Any], ranks: int) -> None:
+    """Cost over ranks and steps, with the slowest rank of each step, above what each step waits for."""
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    cost = np.asarray(heat["cost"])  # (steps, micro-batches, ranks)
+    steps, micro_batches = cost.shape[:2]
+    drawn = above.imshow(
+        cost.transpose(2, 0, 1).reshape(ranks, -1),
+        aspect="auto",
+        cmap=COLORS,
+        extent=(0, steps, ranks, 0),
+        interpolation="nearest",
+    )
+    size = min(max(220 / ranks, 3), 40, (900 / steps) ** 2)
+    above.scatter(
+        np.arange(steps) + 0.5,
+        np.asarray(heat["slowest_rank"]) + 0.5,
+        s=size,
+        facecolors="none",
+        edgecolors=MARK,
+    )
+    above.set_ylabel("rank", fontsize=8)
+    each = f", {micro_batches} micro-batches each" if micro_batches > 1 else ""
+    _plain(
+        above, f"cost of a pack over the mean: ranks × {steps} steps{each}; circle: slowest rank of the step"
+    )
+    figure.colorbar(drawn, ax=above, pad=0.01, fraction=0.03).ax.tick_params(labelsize=8)
+    middle = np.arange(steps) + 0.5
+    below.plot(middle, 100 * (np.asarray(heat["slowest"]) - 1), color=ACCENT, lw=1.4, label="this plan")
+    below.plot(
+        middle, 100 * (np.asarray(heat["least"]) - 1), color=MARK, lw=1.2, ls="--", label="proven lower bound"
+    )
+    below.set_ylabel("%", fontsize=8)
+    below.set_ylim(0, 1.35 * below.get_ylim()[1])  # room for the legend
+    below.set_xlabel("step", fontsize=8)
+    ticks = np.linspace(0, steps - 1, min(steps, 9)).astype(int)
+    below.set_xticks(ticks + 0.5, [f"{heat['steps'][tick]:,}" for tick in ticks])
+    _plain(below, "imbalance: what a step waits for over the mean of its ranks, minus 1")
+    below.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
+
+
+def _draw_measures(figure: Any, view: dict[str, Any]) -> None:
+    """The histogram of lengths, and a dial for each measure."""
+    axes = figure.subplots(1, 1 + len(view["dials"]), width_ratios=[2.2] + [1] * len(view["dials"]))
+    edges, counts = view["histogram"]["edges"], view["histogram"]["counts"]
+    axes[0].bar(
+        edges[:-1], counts, width=np.diff(edges), align="edge", color=ACCENT, edgecolor="white", lw=0.4
+    )
+    axes[0].set_xscale("log")
+    axes[0].axvline(view["capacity"], color=MARK, ls="--", lw=1.2)
+    axes[0].set_xlabel("tokens", fontsize=8)
+    _plain(axes[0], "documents by length; line: capacity")
+    for dial, place in zip(view["dials"], axes[1:], strict=True):
+        _draw_dial(place, dial)
+
+
+def _draw_dial(axes: Any, dial: dict[str, Any]) -> None:
+    """A half circle from 0 to 1, filled to the value, with a line at the ceiling."""
+
+    def arc(start: float, stop: float) -> tuple[Any, Any]:
+        angles = np.pi * (1 - np.linspace(start, stop, 60))
+        return np.cos(angles), np.sin(angles)
+
+    axes.plot(*arc(0, 1), color=FREE, lw=11, solid_capstyle="butt")
+    axes.plot(*arc(0, max(dial["value"], 1e-3)), color=ACCENT, lw=11, solid_capstyle="butt")
+    angle = math.pi * (1 - dial["ceiling"])
+    axes.plot(
+        [0.86 * math.cos(angle), 1.14 * math.cos(angle)],
+        [0.86 * math.sin(angle), 1.14 * math.sin(angle)],
+        color=MARK,
+        lw=2,
+    )
+    for at, text in dial["marks"]:
+        angle = math.pi * (1 - at)
+        axes.text(
+            1.28 * math.cos(angle),
+            1.28 * math.sin(angle),
+            text,
+            fontsize=7.5,
+            color="#5d6675",
+            ha="center",
+            va="center",
+        )
+    axes.text(0, 0.1, dial["shown"], ha="center", fontsize=13, weight="bold", color=INK)
+    axes.text(0, -0.12, dial["name"], ha="center", fontsize=10, color=INK)
+    axes.text(
+        0,
+        -0.3,
+        "\n".join(textwrap.wrap(dial["text"], 36)),
+        ha="center",
+        va="top",
+        fontsize=7.5,
+        color="#5d6675",
+    )
+    axes.set(xlim=(-1.5, 1.5), ylim=(-0.85, 1.45), aspect="equal")
+    axes.axis("off")

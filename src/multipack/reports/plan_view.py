@@ -1,0 +1,186 @@
+"""What pictures of a plan show, as plain values: packs beside padded batches, cost over ranks, lengths, measures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.planning.deal import least_step_cost, rank_loads
+from multipack.planning.plan import Plan
+from multipack.planning.report import PlanReport, even
+
+Integers = NDArray[np.int64]
+
+MOST_DOCUMENTS = 3000
+"""Documents drawn as blocks; of more, evenly spaced packs are drawn."""
+FEWEST_PACKS = 24
+"""Packs drawn as blocks, of several steps if one has fewer."""
+MOST_CELLS = 40_000
+"""Cells of the heat map, unless four steps have more."""
+MOST_STEPS = 120
+"""Steps of the heat map, evenly spaced over the epoch."""
+BINS = 48
+"""Bars of the histogram of lengths."""
+
+
+def plan_view(
+    made: Plan, found: PlanReport, step: int, batch_size: int, padded_share: float, command: str
+) -> dict[str, Any]:
+    """The values that pictures and pages of a plan show.
+
+    Args:
+        made: the plan.
+        found: its report, with the number of ranks and their sync points.
+        step: the first step whose packs are drawn; −1 = the last.
+        batch_size: documents of a padded batch.
+        padded_share: share of tokens in padded batches of the whole epoch.
+        command: the command that trains with this plan.
+    """
+    return {
+        "capacity": made.capacity,
+        "packs_per_step": made.packs_per_step,
+        "ranks": found.data_parallel_size,
+        "sync": found.sync,
+        "documents": found.documents,
+        "tokens": found.tokens,
+        "packs": found.packs,
+        "minimum_packs": found.minimum_packs,
+        "steps": found.steps,
+        "minimum_steps": found.minimum_steps,
+        "dropped": found.dropped_documents,
+        "carried": found.carried_documents,
+        "padded_share": padded_share,
+        "batch_size": batch_size,
+        "blocks": _blocks(made, step, batch_size),
+        "heat": _heat(made, found),
+        "histogram": _histogram(made),
+        "dials": _dials(made, found),
+        "command": command,
+    }
+
+
+def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
+    """Documents of some packs: their places in the packs, and in padded batches in the order of the epoch.
+
+    Of each document: length, place in the order, pack, and the tokens below it in the pack; of each padded batch: its
+    longest document.
+    """
+    first = step % made.num_steps
+    stop = first + 1
+    while stop < made.num_steps and made.step_offsets[stop] - made.step_offsets[first] < FEWEST_PACKS:
+        stop += 1
+    packs = np.arange(made.step_offsets[first], made.step_offsets[stop])
+    starts, ends = made.pack_offsets[packs], made.pack_offsets[packs + 1]
+    drawn = len(packs)
+    if (count := int((ends - starts).sum())) > MOST_DOCUMENTS:
+        drawn = max(len(packs) * MOST_DOCUMENTS // count, 1)
+    chosen = even(len(packs), drawn)
+    places = [
+        np.arange(start, min(end, start + MOST_DOCUMENTS))
+        for start, end in zip(starts[chosen], ends[chosen], strict=True)
+    ]
+    pack_of = np.repeat(np.arange(len(places)), [len(each) for each in places])
+    inside = np.concatenate(places)
+    lengths = made.lengths[made.order[inside]]
+    below = [np.cumsum(part) - part for part in (made.slots[made.order[each]] for each in places)]
+    place = np.argsort(np.argsort(made.positions[inside], kind="stable"))
+    in_order = lengths[np.argsort(place)]
+    longest = np.maximum.reduceat(in_order, np.arange(0, len(in_order), batch_size))
+    widths = np.minimum(batch_size, len(in_order) - batch_size * np.arange(len(longest)))
+    return {
+        "first_step": first,
+        "last_step": stop - 1,
+        "packs": drawn,
+        "all_packs": len(packs),
+        "length": lengths.tolist(),
+        "place": place.tolist(),
+        "pack": pack_of.tolist(),
+        "below": np.concatenate(below).tolist(),
+        "longest": longest.tolist(),
+        "padded_slots": int((longest * widths).sum()),
+    }
+
+
+def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
+    """Cost of every rank's micro-batches over steps, relative to the mean pack, and the slowest rank of each step.
+
+    `slowest` is what each step waits for over the mean of its ranks, `least` the proven lower bound of that.
+    """
+    ranks, sync, micro_batches = (
+        found.data_parallel_size,
+        found.sync,
+        made.micro_batches(found.data_parallel_size),
+    )
+    costs = made.cost_model.cost(made.slots)
+    steps = even(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
+    cells, marks, waits, least = [], [], [], []
+    for step in steps.tolist():
+        dealt = made.deal(step, ranks, sync)
+        packs = dealt.totals(costs)
+        mean = int(packs.sum()) / ranks
+        inside = dealt.order
+        bound = least_step_cost(made.slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
+        cells.append(packs.reshape(micro_batches, ranks))
+        marks.append(int(np.argmax(packs.reshape(micro_batches, ranks).sum(axis=0))))
+        waits.append(float(rank_loads(packs, ranks, sync).max(axis=1).sum()) / mean)
+        least.append(min(bound / mean, waits[-1]))
+    table = np.stack(cells)
+    return {
+        "steps": steps.tolist(),
+        "micro_batches": micro_batches,
+        "cost": np.round(table / max(table.mean(), 1e-300), 3).tolist(),
+        "slowest_rank": marks,
+        "slowest": waits,
+        "least": least,
+    }
+
+
+def _histogram(made: Plan) -> dict[str, Any]:
+    """Documents by length, in bars of equal width on a logarithmic axis."""
+    lengths = made.lengths[made.order]
+    low, high = int(lengths.min()), int(lengths.max())
+    edges = np.unique(np.round(np.geomspace(low, high + 1, BINS + 1)).astype(np.int64))
+    counts, _ = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, low + 1]))
+    return {"edges": edges.tolist() if len(edges) > 1 else [low, low + 1], "counts": counts.tolist()}
+
+
+def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
+    """Fill, balance and randomness as positions from 0 to 1, with ceilings, marks of the scale, and text."""
+    best = found.tokens / (max(found.minimum_steps, 1) * made.packs_per_step * made.capacity)
+    marks = [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)]
+    fill = {
+        "name": "fill",
+        "value": nines(found.efficiency),
+        "ceiling": nines(min(best, 1.0)),
+        "shown": f"{100 * found.efficiency:.2f} %",
+        "text": f"of the slots hold tokens; ceiling {100 * min(best, 1.0):.2f} %",
+        "marks": marks,
+    }
+    balance = {
+        "name": "balance",
+        "value": nines(found.cost_utilization),
+        "ceiling": nines(found.cost_utilization_ceiling),
+        "shown": f"{100 * found.cost_utilization:.2f} %",
+        "text": f"mean cost of {found.data_parallel_size} ranks over maximum; ceiling"
+        f" {100 * found.cost_utilization_ceiling:.2f} %",
+        "marks": marks,
+    }
+    moved, window = found.displacement_p99, made.options.window
+    most = 2 * max(window, 1)
+    randomness = {
+        "name": "randomness",
+        "value": max(0.0, 1 - moved / most),
+        "ceiling": 1 - window / most,
+        "shown": f"{moved:.1f} steps",
+        "text": f"99 % of the documents are at most so far from their place in the random order; line: window {window}",
+        "marks": [[0.0, f"{most}"], [1.0, "0"]],
+    }
+    return [fill, *([balance] if found.data_parallel_size > 1 else []), randomness]
+
+
+def nines(share: float) -> float:
+    """A share on a scale on which 0, 0.9, 0.99, 0.999 and 0.9999 are equally far apart, from 0 to 1."""
+    return min(-math.log10(max(1 - share, 1e-4)) / 4, 1.0)

@@ -1,0 +1,118 @@
+"""`multipack plan --picture FILE`: the values that are drawn, against the plan itself, and the files."""
+
+import json
+import re
+import xml.dom.minidom
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from multipack.cli import app
+from multipack.planning.plan import plan
+from multipack.planning.report import report
+from multipack.reports.plan_view import MOST_DOCUMENTS, nines, plan_view
+
+
+def _view(lengths, ranks=4, step=0, **options):
+    made = plan(lengths, **{"capacity": 2048, "packs_per_step": 8, **options})
+    return made, plan_view(made, report(made, ranks), step, 8, 0.5, "multipack train")
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    return np.random.default_rng(0).lognormal(5, 1, 600).clip(1, 2048).astype(np.int64)
+
+
+def test_blocks_are_the_packs_and_the_padded_batches(lengths):
+    made, view = _view(lengths, step=1)
+    blocks = view["blocks"]
+    packs = [
+        pack for step in range(blocks["first_step"], blocks["last_step"] + 1) for pack in made.packs(step)
+    ]
+    assert (blocks["first_step"], blocks["packs"]) == (1, len(packs)) == (1, 24)
+    for number, pack in enumerate(packs):
+        mine = [i for i, each in enumerate(blocks["pack"]) if each == number]
+        assert [blocks["length"][i] for i in mine] == lengths[pack].tolist()
+        assert [blocks["below"][i] for i in mine] == [0, *np.cumsum(lengths[pack])[:-1]]
+    assert sorted(blocks["place"]) == list(range(len(blocks["length"])))
+    in_order = [length for _, length in sorted(zip(blocks["place"], blocks["length"], strict=True))]
+    batches = [in_order[start : start + 8] for start in range(0, len(in_order), 8)]
+    assert blocks["longest"] == [max(batch) for batch in batches]
+    assert blocks["padded_slots"] == sum(len(batch) * max(batch) for batch in batches)
+
+
+def test_heat_is_the_cost_of_the_dealt_packs(lengths):
+    made, view = _view(lengths)
+    heat, costs = view["heat"], made.cost_model.cost(made.slots)
+    table = np.array(
+        [[costs[pack].sum() for pack in made.deal(step, 4)] for step in heat["steps"]], dtype=float
+    )
+    table = table.reshape(len(heat["steps"]), heat["micro_batches"], 4)
+    np.testing.assert_allclose(heat["cost"], table / table.mean(), atol=1e-3)
+    assert heat["slowest_rank"] == table.sum(axis=1).argmax(axis=1).tolist()
+    waits = table.max(axis=2).sum(axis=1) / table.sum(axis=(1, 2)) * 4
+    np.testing.assert_allclose(heat["slowest"], waits, rtol=1e-9)
+    assert all(1 - 1e-9 <= least <= most for least, most in zip(heat["least"], heat["slowest"], strict=True))
+
+
+def test_dials_and_histogram(lengths):
+    made, view = _view(lengths)
+    found = report(made, 4)
+    fill, balance, randomness = view["dials"]
+    assert fill["value"] == nines(found.efficiency) <= fill["ceiling"]
+    assert balance["value"] == nines(found.cost_utilization) <= balance["ceiling"]
+    assert 0 <= randomness["value"] <= 1
+    assert [nines(share) for share in (0, 0.9, 0.99, 1)] == pytest.approx([0, 0.25, 0.5, 1])
+    edges, counts = view["histogram"].values()
+    assert (sum(counts), len(edges)) == (600, len(counts) + 1)
+    assert [((lengths >= a) & (lengths < b)).sum() for a, b in pairwise(edges)] == counts
+    assert [dial["name"] for dial in _view(lengths, ranks=1)[1]["dials"]] == ["fill", "randomness"]
+    assert _view([7] * 40)[1]["histogram"] == {"edges": [7, 8], "counts": [40]}
+
+
+def test_of_thousands_of_packs_some_are_drawn(lengths):
+    _, view = _view(np.tile(lengths, 40), packs_per_step=4096, ranks=64)
+    blocks = view["blocks"]
+    assert blocks["all_packs"] > blocks["packs"] > 100
+    assert MOST_DOCUMENTS / 2 < len(blocks["length"]) < 2 * MOST_DOCUMENTS
+    assert len(json.dumps(view)) < 1_000_000
+    assert np.array(view["heat"]["cost"]).shape[1:] == (64, 64)
+
+
+@pytest.mark.parametrize("kind", ["html", "png", pytest.param("svg", marks=pytest.mark.slow)])
+def test_the_command_writes_the_picture(lengths, tmp_path, kind):
+    if kind != "html":
+        pytest.importorskip("matplotlib", reason='no matplotlib: pip install "multipack[pictures]"')
+    np.save(tmp_path / "lengths.npy", lengths)
+    words = [
+        "plan",
+        str(tmp_path / "lengths.npy"),
+        "plan.capacity=2048",
+        "plan.packs_per_step=8",
+        "world_size=4",
+    ]
+    file = tmp_path / f"plan.{kind}"
+    result = CliRunner().invoke(app, [*words, "--picture", str(file)])
+    assert result.exit_code == 0, result.exception
+    content = file.read_bytes()
+    if kind == "html":
+        data = json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
+        assert dict(data["rows"])["documents"] == "600"
+        assert data["command"].startswith("torchrun --nproc-per-node 4 -m multipack train")
+    elif kind == "svg":
+        assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+def test_words_that_are_no_picture(tmp_path):
+    np.save(tmp_path / "lengths.npy", [5, 6])
+
+    def error(*words):
+        return str(CliRunner().invoke(app, ["plan", str(tmp_path / "lengths.npy"), *words]).exception)
+
+    assert "use --picture plan.png" in error("plan.png")
+    assert "one file" in error("--picture", "a.png", "b.svg")
+    assert "a.pdf" in error("--picture", "a.pdf")
