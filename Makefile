@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all drills check install dist bench gpu-check clean
+.PHONY: help train test test-all drills check install dist docs bench gpu-check clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make gpu-check  on a machine with a GPU: its tests and benchmarks, half an hour; JSON in benchmarks/results/gpu"
 	@echo "make dist      the wheel and the source in dist/, tried in an empty environment"
+	@echo "make docs      the pages of docs/ as a site in build/site"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
 train: $(VENV)/.installed
@@ -33,6 +34,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel must plan where nothing but its own dependencies is installed.
 dist:

@@ -97,7 +97,7 @@ def loops() -> Table:
     """What loops do with the sampler and the collator."""
     text = (
         "`PackedBatchSampler` and `PackedDataCollator` in a loop of Accelerate, Lightning or PyTorch. Models and their"
-        " parallelism are the loop's; [examples](../examples) are compared with every document alone by"
+        " parallelism are the loop's; [examples](../examples/pytorch_loop.py) are compared with every document alone by"
         " `tests/distributed/test_loops.py`."
     )
     made = Table("Accelerate, Lightning, PyTorch", text, ["loop", "answer"])

@@ -122,7 +122,10 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         world_size: data-parallel ranks.
         seed: of the order.
         sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
-        options, cost, loss_weighting, **named: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
+        options: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
+        cost: as in `multipack.plan`.
+        loss_weighting: as in `multipack.plan`.
+        **named: fields of `options`, as in `multipack.plan`.
 
     Attributes:
         epoch: the current epoch; `set_epoch` changes it.

@@ -21,7 +21,11 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model, args, data_collator, *positional, **named: as of SFTTrainer; its own packing is off.
+        model: as of SFTTrainer.
+        args: as of SFTTrainer; TRL's own packing is off.
+        data_collator: as of SFTTrainer.
+        *positional: as of SFTTrainer.
+        **named: as of SFTTrainer.
         capacity: tokens of a pack; None = `max_length`.
 
     Raises:

@@ -1,0 +1,34 @@
+"""The site of docs/."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_site_has_all_pages_and_no_dead_link(tmp_path):
+    pytest.importorskip("mkdocstrings", reason="needs pip install 'multipack[docs]'")
+    pytest.importorskip("material", reason="needs pip install 'multipack[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=quiet)
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / "site" / page.stem / "index.html").is_file()
+
+
+def test_every_public_name_is_in_the_reference():
+    import multipack
+
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    missing = [
+        name
+        for name in multipack.__all__
+        if f".{name}\n" not in reference and name not in ("SHAPES", "__version__")
+    ]
+    assert not missing
