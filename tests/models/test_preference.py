@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,6 +153,30 @@ def test_kto_equals_its_formula_and_weighs_items(shape, model, pairs):
     assert found["kl"] == pytest.approx(np.mean([other for _, other in ratios]))
     assert found["reward_rejected"] == pytest.approx(0.3 * (ratios[1][0] + ratios[3][0]) / 2)
     assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
+
+
+@pytest.mark.parametrize("pad_to", [None, 80])
+def test_rewards_are_values_at_last_tokens(shape, pairs, gradients, distance, pad_to):
+    torch.manual_seed(4)
+    made = PreferenceDecoder(replace(shape, scores=1), loss="reward")
+    loss = made(PreferenceCollator.of(PLAN, pad_to)(pairs))
+    loss.backward()
+    ours = gradients(made)
+    made.zero_grad()
+    alone = PreferenceCollator.of(PLAN).packed
+    values = [made.logits(alone([each]))[-1, 0] for pair in pairs for each in (pair.first, pair.second)]
+    policy = torch.stack(values).view(-1, 2)
+    expected = -torch.log(torch.sigmoid(policy[:, 0] - policy[:, 1])).sum()
+    expected.backward()
+    policy = policy.detach()
+    assert abs(loss - expected) < 1e-5 * expected
+    assert distance(ours, gradients(made)) < 1e-5
+    found = made.loss.means(made.take_tally())
+    assert found["reward_accuracy"] == float((policy[:, 0] > policy[:, 1]).double().mean())
+    assert found["reward_chosen"] == pytest.approx(float(policy[:, 0].mean()), abs=1e-5)
+    for loss, scores in (("reward", 0), ("sigmoid", 1)):
+        with pytest.raises(ValueError, match=rf"preference\.loss={loss} needs model\.scores={1 - scores}"):
+            PreferenceDecoder(replace(shape, scores=scores), loss=loss)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from multipack.data.collate import PreferenceCollator, PreferencePairs
-from multipack.data.documents import Documents
+from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
+from multipack.data.documents import Document, Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import TokenStore
@@ -25,11 +25,15 @@ from multipack.data.writer import StoreWriter
 from multipack.models.objectives import LOSSES
 from multipack.models.objectives.scores import PreferenceLoss, difference
 from multipack.models.preference import PreferenceDecoder
+from multipack.models.sampling import Sampling
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.training.checkpoint import load_checkpoint
+from multipack.training.export import export, loading_code
+from multipack.training.inference import load_model, print_completions
 from multipack.training.objective import Preferences, read_reference
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_doctor import examine_run
@@ -291,6 +295,98 @@ def test_kinds_of_items_are_not_mixed_up(labels, sums, tmp_path):
         ValueError, match=r"preference\.undesirable=0\.7 is of preference\.loss=kto, got sigmoid"
     ):
         train(compose([*sums, "train.steps=1", "preference.undesirable=0.7", out]))
+
+
+@pytest.fixture
+def base(words, tmp_path):
+    """A run of one step on next tokens, whose model has a head of its own."""
+    few = [word for word in words if not word.startswith("train.steps")]
+    path = tmp_path / "base"
+    train(compose([*few, "train.steps=1", "train.eval_every=0", "model.tied=false", f"out={path}"]))
+    return path
+
+
+def scores_of(path, texts):
+    """Scores of a padded batch of token ids in transformers."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    width, pad = max(map(len, texts)), model.config.pad_token_id
+    ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts])
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_a_reward_model_is_trained_exported_and_refused_where_text_is_wanted(base, sums, tmp_path, capsys):
+    run, start = tmp_path / "run", [*sums, "model.tied=false", "preference.loss=reward", "train.steps=4"]
+    train(compose_run([*start, "optimizer.lr=1e-2", f"train.init_from={base}", f"out={run}"]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the head of scores is new and starts at 0" in printed
+    assert "reward accuracy" in printed
+    records = [record for record in RunDirectory(run).records() if "loss" in record]
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["reward_margin"] > 0
+    resumed = compose_run([f"out={run}", "train.resume=true", "train.steps=5"])
+    assert resumed.model.scores == 1
+    train(resumed)
+    assert dict(export(run, tmp_path / "out"))["model"].startswith("LlamaForSequenceClassification")
+    assert "AutoModelForSequenceClassification" in loading_code(tmp_path / "out")
+    model, texts = load_model(run), [[*b"7+1=8", 256], [*b"31+1=!!", 256], [65, 256]]
+    packed = PackedCollator(3, 16)(
+        [Document(np.array(text, np.uint16), np.zeros((0, 2), np.int64)) for text in texts]
+    )
+    with torch.no_grad():
+        expected = model.logits(packed)[packed.cu_seqlens[1:].long() - 1]
+    torch.testing.assert_close(scores_of(tmp_path / "out", texts), expected, rtol=1e-5, atol=1e-6)
+    again = load_model(tmp_path / "out")
+    assert all(torch.equal(one, again.state_dict()[name]) for name, one in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"model\.scores=1, a reward model.*generates no text"):
+        print_completions(run, ["7+1="], Sampling(4), "cpu")
+    for words in (["preference.loss=ipo"], ["preference.loss=sigmoid", "preference.reference=" + str(run)]):
+        first = (
+            [f"train.init_from={run}"] if words == ["preference.loss=ipo"] else [f"train.init_from={base}"]
+        )
+        with pytest.raises(ValueError, match=r"model\.scores=1 is a reward model's, which has no logits"):
+            train(
+                compose_run(
+                    [*sums, "model.tied=false", *first, *words, "train.steps=1", f"out={tmp_path / words[0]}"]
+                )
+            )
+    corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(has_labels=False)))
+    for words, message in (
+        (["parallel.tensor=2"], r"parallel\.tensor=2 divides the head"),
+        (["preference.beta=1"], r"preference\.beta=1\.0 is of preference\.loss=sigmoid.*, got reward"),
+        ([f"preference.reference={base}"], "reward has no reference model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Preferences(compose([*start, *words]), corpus)
+
+
+def test_adapters_of_a_reward_model_are_trained_beside_a_whole_head(base, sums, tmp_path):
+    export(base, tmp_path / "model")
+    words = [
+        *sums,
+        "model.tied=false",
+        "preference.loss=reward",
+        "adapter=lora",
+        "adapter.rank=2",
+        f"train.init_from={tmp_path / 'model'}",
+    ]
+    train(compose_run([*words, "train.steps=2", "optimizer.lr=1e-2", f"out={tmp_path / 'run'}"]))
+    trained = load_checkpoint(RunDirectory(tmp_path / "run").latest_checkpoint()).source.shapes("model")
+    assert {name for name in trained if "lora" not in name} == {"score.weight"}
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    export(tmp_path / "run", tmp_path / "adapter")
+    texts = [[*b"7+1=8", 256], [*b"31+1=!!", 256]]
+    merged = scores_of(tmp_path / "merged", texts)
+    assert merged.abs().min() > 1e-4
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    for text, expected in zip(texts, merged, strict=True):
+        with torch.no_grad():
+            found = adapted(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_an_objective_is_a_row(sums, tmp_path, monkeypatch):

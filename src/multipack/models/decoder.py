@@ -165,7 +165,9 @@ class Decoder(nn.Module):
             self.blocks.add_module(str(number), Block(shape, attention, number))
         if part.is_last:
             self.norm = make_norm(shape)
-        if part.is_last and not shape.tied:
+        if part.is_last and shape.scores:
+            self.score = nn.Linear(shape.d_model, shape.scores, bias=False)
+        elif part.is_last and not shape.tied:
             self.head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
@@ -274,7 +276,12 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """(V, d) output embedding; the input embedding if they are tied; (V, d + 1) with a bias in the last column."""
+        """(V, d) output embedding, the input embedding if they are tied; with `scores` their (scores, d) weights.
+
+        It is (V, d + 1) with a bias in the last column.
+        """
+        if self.shape.scores:
+            return self.score.weight
         if not hasattr(self, "head"):
             return self.embedding.weight
         weight, bias = self.head.weight, self.head.bias

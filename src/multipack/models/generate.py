@@ -123,9 +123,14 @@ def generate_batch(
         One completion per prompt, in their order.
 
     Raises:
-        ValueError: a prompt is empty, a token is outside the vocabulary, `together` is below 1, or there are stop
-            strings or a listener without a tokenizer.
+        ValueError: a prompt is empty, a token is outside the vocabulary, `together` is below 1, there are stop strings
+            or a listener without a tokenizer, or the model has no logits.
     """
+    if model.shape.scores:
+        raise ValueError(
+            "this model has scores instead of logits (model.scores=1, a reward model), and generates no text: export it"
+            " for AutoModelForSequenceClassification"
+        )
     if tokenizer is None and (sampling.stop or listener is not None):
         raise ValueError("stop strings and a listener need a tokenizer: pass tokenizer=")
     if together < 1:

@@ -7,7 +7,9 @@ rotate the two halves of a head, so rows keep their order. pretrained.py reads f
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +36,13 @@ _FREE = (
         "dropout",
     ),
     *("norm_eps", "rope_theta", "rope_type", "rope_factor", "rope_context", "rope_attention", "unsupported"),
-    *("window_layers", "qkv_bias"),
+    *("window_layers", "qkv_bias", "scores"),
 )
 """Fields that models of every family choose, or that are compared by their effect."""
+_SCORE = "score.weight"
+"""The head of scores, here and in transformers."""
+_CLASSIFIERS = {"gemma3_text": "Gemma3TextForSequenceClassification", "granite": ""}
+"""Family → class of transformers with a head of scores, where its name does not follow from the architecture's."""
 
 
 def family_of(shape: ModelShape) -> Family:
@@ -104,7 +110,7 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
         weight = converted.get(f"{theirs}.weight")
         if weight is not None and family.always_bias and ours[0] not in ("embedding", "positions", "head"):
             converted.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
-    return converted
+    return converted | ({_SCORE: state[_SCORE]} if _SCORE in state else {})
 
 
 def modules_of(shape: ModelShape) -> list[tuple[str, tuple[str, ...], bool]]:
@@ -149,6 +155,8 @@ def origins(shape: ModelShape) -> dict[str, Origin]:
                 rows = slice(first, stop)
                 found[name] = Origin(f"{theirs}.{kind}", rows, transposed and kind == "weight")
                 first = stop
+    if shape.scores:
+        found[_SCORE] = Origin(_SCORE, slice(0, shape.scores), False)
     return {name: found[name] for name in sizes}
 
 
@@ -188,6 +196,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     names = {name: getattr(shape, field) for field, (name, *_) in SIZES.items()}
     common = {
         "architectures": [family.architecture],
+        **(_classifier(shape, family) if shape.scores else {}),
         "model_type": family.model_type,
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
@@ -218,6 +227,23 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         **fixed,
         **_written_rotation(shape, family),
         **_written_settings(shape, family),
+    }
+
+
+def _classifier(shape: ModelShape, family: Family) -> dict[str, Any]:
+    """The settings of a model with scores."""
+    name = re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", family.architecture)
+    name = _CLASSIFIERS.get(family.model_type, name)
+    if not name:
+        raise ValueError(
+            f"transformers has no {family.model_type} with scores (…ForSequenceClassification): train a reward model"
+            " from another family"
+        )
+    labels = {f"LABEL_{number}": number for number in range(shape.scores)}
+    return {
+        "architectures": [name],
+        "id2label": {str(number): label for label, number in labels.items()},
+        "label2id": labels,
     }
 
 
@@ -271,6 +297,12 @@ def _written_rotation(shape: ModelShape, family: Family) -> dict[str, Any]:
     return {**old, "rope_parameters": both}
 
 
+def scores_of(config: Mapping[str, Any]) -> int:
+    """The number of scores of the model of a config.json, whose default is 2; 0 = it has logits."""
+    is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    return len(config.get("id2label") or (0, 1)) if is_classifier else 0
+
+
 def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     """The shape of the decoder that is equivalent to the model of a config.json.
 
@@ -288,6 +320,7 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
         raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(BY_TYPE)}")
     try:
         shape = ModelShape.from_huggingface(config)
+        shape = replace(shape, scores=scores_of(config))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if shape.unsupported:

@@ -73,9 +73,12 @@ def to_peft(
         (targets if "lora_a" in held[found[0]] else whole).append(theirs)
         for own in held[found[0]]:
             tensors[f"{_PREFIX}{theirs}.{_NAMES.get(own, own)}"] = state[f"{found[0]}.{own}"]
+    if shape.scores:
+        whole.append("score")
+        tensors[f"{_PREFIX}score.weight"] = state["score.weight"]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if shape.scores else "CAUSAL_LM",
         "base_model_name_or_path": config.base,
         "r": config.rank,
         "lora_alpha": config.alpha,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
@@ -40,7 +41,7 @@ class PreferenceDecoder(Decoder):
         log_probabilities: (hidden, weight, targets, num_targets=…) → (T,).
 
     Raises:
-        ValueError: as `Decoder` does, or there is no such objective.
+        ValueError: as `Decoder` does, there is no such objective, or it needs another head (`shape.scores`).
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class PreferenceDecoder(Decoder):
     ) -> None:
         super().__init__(shape, attention)
         self.loss = find_loss(loss)
+        if shape.scores != int(self.loss.reads_values):
+            raise ValueError(
+                f"preference.loss={self.loss.name} needs model.scores={int(self.loss.reads_values)}, got {shape.scores}"
+            )
         self.options = {**self.loss.options, **options}
         self.last = dict.fromkeys(self.loss.reads_last, 0.0)
         self.log_probabilities: Callable[..., Tensor] = linear_log_probabilities
@@ -72,7 +77,7 @@ class PreferenceDecoder(Decoder):
             )
         if x is not None or not self.part.is_last:
             raise ValueError("a preference decoder cannot be a part of a pipeline")
-        policy = self.pair_log_probabilities(batch)
+        policy = self.values(batch) if self.loss.reads_values else self.pair_log_probabilities(batch)
         if batch.reference is None and self.loss.uses_reference:
             if self.training:
                 raise ValueError("this batch has no reference values, which the loss needs")
@@ -93,6 +98,11 @@ class PreferenceDecoder(Decoder):
             self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
         )
         return self._per_pair(of_tokens, batch)
+
+    def values(self, batch: PreferenceBatch) -> Tensor:
+        """(items, 2) float64 values at the last tokens of both answers."""
+        last = self.hidden(batch)[batch.cu_seqlens[1 : batch.num_documents + 1].long() - 1]
+        return F.linear(last.double(), self.output_weight.double()).view(-1, 2)
 
     @staticmethod
     def _per_pair(of_tokens: Tensor, batch: PackedBatch) -> Tensor:

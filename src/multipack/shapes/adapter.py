@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -75,6 +75,11 @@ class AdapterConfig:
     def scale(self) -> float:
         """Factor of updates: alpha / rank, or alpha / √rank if stabilized."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def with_head(self, name: str) -> AdapterConfig:
+        """The same settings, with a new head that is trained whole beside adapters."""
+        known = self.name == "none" or self.trains(name)
+        return self if known else replace(self, train=[*self.train, name])
 
     def adapts(self, matrix: str) -> bool:
         """Whether the matrix of a block gets an adapter, by the name of its module."""

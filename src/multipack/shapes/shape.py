@@ -57,6 +57,8 @@ class ModelShape:
     """Whether the projections of query, key and value have biases, even if `bias` is false (Qwen2)."""
     tied: bool = True
     """Whether input and output embedding share their weights."""
+    scores: int = 0
+    """Values computed from a document's last token, in place of logits: 1 in a reward model; 0 = logits."""
     head_dim: int = 0
     """Width of one head; 0 = d_model / heads."""
     rope_theta: float = 10_000.0
@@ -301,7 +303,7 @@ class ModelShape:
     def total_parameters(self) -> int:
         """Number of all matrix elements: experts, embeddings, learned positions; without biases and norms."""
         idle = self._mixture(self.experts) - self._mixture(self.experts_per_token) if self.experts else 0
-        embeddings = self.d_model * self.vocabulary_size * (1 if self.tied else 2)
+        embeddings = self.d_model * self.vocabulary_size * (1 if self.tied or self.scores else 2)
         table = self.d_model * self.context if self.positions == "learned" else 0
         return self.token_parameters + (self.layers - self.dense_layers) * idle + embeddings + table
 
@@ -351,9 +353,10 @@ OPTIONAL: tuple[str, ...] = (
     "kv_rank",
     "rope_width",
     "unrotated_every",
+    "scores",
     *(name for names in _DEPENDENT.values() for name in names if name not in _LOWEST),
 )
-"""Counts that are 0 in a decoder with equal dense layers: of experts, windows, latent attention, partial rotation."""
+"""Counts that are 0 in a language model with equal dense layers and full rotation."""
 
 
 SHAPES: dict[str, ModelShape] = {name: ModelShape(**fields) for name, fields in PRESETS.items()}

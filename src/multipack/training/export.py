@@ -25,11 +25,11 @@ from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.foreign import save_foreign
-from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.huggingface import config_of, scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
 from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
 from multipack.run import is_export, is_peft
-from multipack.shapes import ModelShape
+from multipack.shapes import ModelShape, read_json
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
@@ -151,9 +151,11 @@ def loading_code(folder: Path) -> str:
             f"base = AutoModelForCausalLM.from_pretrained({str(peft_base(folder))!r})\n"
             f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
         )
+    scores = scores_of(read_json(folder / CONFIG))
+    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     return (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"from transformers import {kind}, AutoTokenizer\n"
+        f"model = {kind}.from_pretrained({str(folder)!r})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})"
     )
 
@@ -195,6 +197,8 @@ def _texts(
         **{name: token for name, token in (("bos_token", begin), ("eos_token", eos)) if token in vocabulary},
         **({"chat_template": template.source} if template else {}),
     }
+    if shape.scores:
+        config = config | _padding(config, tokenizer, end_ids)
     contents = {CONFIG: special | config, GENERATION: generation, TOKENIZER_CONFIG: settings}
     for name in (GENERATION, TOKENIZER_CONFIG):
         contents[name] |= read_object(files, name)
@@ -222,6 +226,23 @@ def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
     return {} if both == known else {"eos_token_id": both if len(both) > 1 else both[0]}
 
 
+def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> dict[str, Any]:
+    """`pad_token_id` of a model with scores, which reads them at the last token that is no padding.
+
+    That of the model that the run started with, or else a special token if possible; it ends no document.
+    """
+    if config.get("pad_token_id") is not None and config["pad_token_id"] not in ends:
+        return {}
+    added = json.loads(tokenizer.to_json()).get("added_tokens", [])
+    special = {entry["id"]: "pad" not in entry["content"].lower() for entry in added}
+    free = (number for number in range(tokenizer.vocabulary_size) if number not in ends)
+    return {
+        "pad_token_id": min(
+            free, key=lambda number: (special.get(number, True), number not in special, number)
+        )
+    }
+
+
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
     """Differences between the exported model in transformers and the trained one, for the report."""
     notes = []
@@ -230,6 +251,11 @@ def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
         notes.append(
             f"transformers puts {' '.join(added)} around text, which training did not: call the tokenizer with"
             " add_special_tokens=False"
+        )
+    if shape.scores:
+        notes.append(
+            "the score is read at the last token that is no padding (pad_token_id of config.json): end texts as the"
+            " documents end, with the end token, or by the chat template"
         )
     if shape.positions == "learned" and not shape.bias:
         notes.append("GPT-2 has biases in transformers: they are zeros, because this model has none")

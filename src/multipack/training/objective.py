@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -78,6 +79,15 @@ class Objective:
             raise ValueError(
                 "preference.* is about preference pairs (chosen, rejected), and these documents are none: omit it"
             )
+
+    def shape(self, shape: ModelShape) -> ModelShape:
+        """The shape of the model to train, given that of the settings; `ValueError` if it has no logits."""
+        if shape.scores:
+            raise ValueError(
+                f"model.scores={shape.scores} is a reward model's, which has no logits: use preference.loss=reward, or"
+                " start from the language model"
+            )
+        return shape
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """Build the model to train, or a part of it, with weights drawn from torch's global generator."""
@@ -149,12 +159,30 @@ class Preferences(Objective):
             raise ValueError(
                 "train.compare_padding=true is about single documents, and these are pairs: omit it"
             )
+        if self.loss.reads_values:
+            if parallel.tensor > 1:
+                raise ValueError(
+                    f"parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={self.loss.name}"
+                    " has a head of one: use parallel.data=zero3"
+                )
+            self.train_settings = MappingProxyType({**self.train_settings, "sample_tokens": 0})
         for name in ("label_smoothing", "z_loss"):
             if getattr(train, name):
                 raise ValueError(
                     f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
                     " preference pairs: omit it (preference.label_smoothing smooths preferences)"
                 )
+
+    def shape(self, shape: ModelShape) -> ModelShape:
+        """See `Objective`."""
+        if not self.loss.reads_values:
+            return super().shape(shape)
+        if shape.architecture:
+            raise ValueError(
+                f"preference.loss={self.loss.name} needs a decoder of this package, and model=hf: is transformers':"
+                " omit model= to start from a folder of a family that it computes"
+            )
+        return replace(shape, scores=1)
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """See `Objective`."""
@@ -252,6 +280,7 @@ class Preferences(Objective):
             return
         # Every rank holds this model whole; its shape may differ from that of the model to train.
         initial = find_weights(Path(setting).expanduser(), world=engine.world)
+        self.shape(initial.shape)
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
         shape, device, dtype = initial.shape.with_vocabulary(size), engine.world.device, engine.dtype
         read, _ = adapt_weights(initial, shape, tokenizer, "preference.reference")

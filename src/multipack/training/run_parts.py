@@ -212,7 +212,8 @@ def resolve(
     return (
         replace(
             config,
-            model=replace(config.model, vocabulary_size=shape.vocabulary_size),
+            model=replace(config.model, vocabulary_size=shape.vocabulary_size, scores=shape.scores),
+            adapter=config.adapter.with_head("score") if shape.scores else config.adapter,
             train=replace(train, **objective.train_settings),
             optimizer=optimizer,
             plan=replace(config.plan, packs_per_step=packs, micro_batches=0),

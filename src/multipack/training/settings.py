@@ -250,7 +250,7 @@ class PreferenceConfig:
     """Preference optimization of pairs (chosen, rejected) and of labeled answers: DPO, KTO and other objectives."""
 
     loss: str = "auto"
-    """A row of models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo, kto; auto = sigmoid or kto."""
+    """A row of models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo, reward or kto; auto: by the data."""
     beta: float = 0.1
     """Factor of rewards: with a reference, the strength of the penalty for moving away from it."""
     label_smoothing: float = 0.0

@@ -111,7 +111,7 @@ class Trainer(StepApplier):
             starts_from = config.adapter.base
         path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
         initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
-        self.shape = shape_of(config, self.corpus.tokenizer, initial)
+        self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial))
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.cost_model = run_cost(config, self.shape, self.run)
@@ -122,6 +122,7 @@ class Trainer(StepApplier):
         self.notes += outside_template(config, self.corpus, template)
         weights = None
         if initial is not None:
+            self.objective.shape(initial.shape)
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
             self.notes += [note] if self.resumed is None else []
         if foreign:

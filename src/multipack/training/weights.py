@@ -207,6 +207,8 @@ def adapt_weights(
     added = int(new.sum())
 
     def read(name: str) -> Tensor:
+        if name == "score.weight" and not initial.shape.scores:
+            return torch.zeros(shape.scores, shape.d_model)
         before = initial.read(name)
         if not added or name not in ("embedding.weight", "head.weight"):
             return before
@@ -218,6 +220,8 @@ def adapt_weights(
     note = f"starts with the weights of {initial.folder}"
     if initial.step is not None:
         note += f" (step {initial.step:,})"
+    if shape.scores and not initial.shape.scores:
+        note += "; the head of scores is new and starts at 0"
     if added:
         note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
     return read, note
@@ -230,6 +234,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) -> None:
     ours, theirs = _effective(shape), _effective(initial.shape)
+    if not initial.shape.scores:  # a reward model starts from a language model
+        del theirs["scores"]
     # `_effective` leaves out context or rope_theta, depending on the positions.
     differing = [
         f"model.{name}={ours[name]} (there {theirs[name]})"

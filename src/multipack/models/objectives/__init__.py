@@ -5,10 +5,11 @@ from __future__ import annotations
 from multipack.models.objectives.dpo import HINGE, IPO, ROBUST, SIGMOID
 from multipack.models.objectives.kto import KTO
 from multipack.models.objectives.orpo import ORPO
+from multipack.models.objectives.reward import REWARD
 from multipack.models.objectives.scores import ItemKind, PreferenceLoss
 from multipack.models.objectives.simpo import SIMPO
 
-LOSSES = {row.name: row for row in (SIGMOID, ROBUST, HINGE, IPO, SIMPO, ORPO, KTO)}
+LOSSES = {row.name: row for row in (SIGMOID, ROBUST, HINGE, IPO, SIMPO, ORPO, REWARD, KTO)}
 """Value of `preference.loss` → row. The first one of a kind of items is its default."""
 
 

@@ -84,6 +84,7 @@ class PreferenceLoss:
         losses: scores → (items,) losses.
         options: name of a setting `preference.*` that it reads → its default.
         reads: kind of items.
+        reads_values: whether it reads values at last tokens, of a decoder with a head of one value, as `Scores.policy`.
         uses_reference: whether it reads reference values.
         metrics: scores → metric → values, of which the mean is reported.
         legend: metric → meaning, in the order of `metrics`. With reward_chosen and reward_rejected, their difference is
@@ -95,6 +96,7 @@ class PreferenceLoss:
     losses: Callable[[Scores], Tensor]
     options: Mapping[str, float] = field(default_factory=lambda: {"beta": 0.1, "sft": 0.0})
     reads: ItemKind = "pairs"
+    reads_values: bool = False
     uses_reference: bool = True
     metrics: Callable[[Scores], dict[str, Tensor]] = pair_metrics
     legend: Mapping[str, str] = field(default_factory=lambda: PAIR_LEGEND)
