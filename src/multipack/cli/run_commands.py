@@ -1,4 +1,4 @@
-"""The commands that read run directories: report."""
+"""The commands that read run directories: report, audit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from multipack.cli.command_options import argument, option
+from multipack.cli.command_options import Json, argument, fail, option, print_json
 
+Run = Annotated[Path, argument("RUN", "A run directory.")]
 Runs = Annotated[list[Path], argument("RUN…", "Run directories.")]
 
 
@@ -45,3 +46,29 @@ def report(
         console.section(f"run {each.run.path}", summary_rows(each))
         console.line("\nloss by step")
         console.line("\n".join(loss_curve(each, min(console.columns, 100))))
+
+
+def audit(run: Run, as_json: Json = False) -> None:
+    """Account for every document of a run, over all resumes.
+
+    Every document of every epoch is trained exactly once, or carried into the
+    next epoch, or named as dropped. What is repeated, lost or skipped is named
+    with its steps, and the exit code is 1.
+
+    Examples:
+      multipack audit runs/a
+      multipack audit runs/a --json
+    """
+    from dataclasses import asdict
+
+    from multipack.reports.audit import audit as run_audit
+    from multipack.reports.audit import audit_rows
+    from multipack.reports.console import Console
+
+    found = run_audit(run)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        Console().section(f"documents of {run}", audit_rows(found))
+    if found.problems:
+        fail(f"{run}: {len(found.problems):,} problems; the first: {found.problems[0]}", 1)

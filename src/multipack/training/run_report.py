@@ -97,7 +97,8 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
     if comparison is not None:
         record["comparison"] = asdict(comparison)
     if isinstance(run.feed, StreamFeed) and run.feed.ended:
-        record["dropped"] = run.feed.stream.left.tolist()
+        stream = run.feed.stream
+        record |= {"documents": stream.position, "dropped": stream.left.tolist()}
     return record
 
 

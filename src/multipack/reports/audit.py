@@ -1,0 +1,397 @@
+"""`audit`: was every document of every epoch trained exactly once? From the run directory alone.
+
+    documents.jsonl   the documents of each step, and with an epoch's first step what it carries and drops
+    metrics.jsonl     the numbers of steps and of documents, and which steps were skipped: written apart
+    checkpoints       the position from which a run resumes, and the hash of documents.jsonl at that step
+
+An epoch of N documents is exact if its steps together with what it drops and carries are the documents 0 … N − 1 and
+those that the epoch before carried, each once. Of an epoch that has not ended, nothing may be repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.atomic import open_file, read_file
+from multipack.reports.run_data import Lines
+from multipack.run import STATE, RunDirectory, find_run
+
+Integers = NDArray[np.int64]
+
+MOST_NAMED = 5
+"""Documents or steps that a sentence names."""
+
+
+@dataclass
+class EpochAudit:
+    """The documents of an epoch.
+
+    Attributes:
+        epoch: its number, from 0.
+        total: its documents, without those carried in; None where unknown: of a stream, or without its first step.
+        steps: steps recorded, and `planned` of its plan (None: unknown).
+        trained: documents in these steps, each counted as often as it was trained.
+        carried_in, carried, dropped: numbers of documents.
+        repeated, lost: documents trained too often, and those in no step.
+        is_complete: whether its last step is recorded.
+    """
+
+    epoch: int
+    total: int | None
+    steps: int
+    planned: int | None
+    trained: int
+    carried_in: int
+    carried: int
+    dropped: int
+    repeated: int
+    lost: int
+    is_complete: bool
+
+
+@dataclass
+class Audit:
+    """The result of `audit`: `problems` is empty if every document is accounted for; `notes` name what else to know."""
+
+    epochs: list[EpochAudit] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _EpochRecords:
+    """The records of an epoch so far: per step its number and documents."""
+
+    number: int
+    plan: dict[str, Any] | None
+    steps: list[int] = field(default_factory=list)
+    documents: list[Integers] = field(default_factory=list)
+    next_index: int = 0
+    is_last: bool = True
+
+
+def audit(path: str | Path) -> Audit:
+    """Account for every document of a run.
+
+    Raises:
+        FileNotFoundError: `path` is no run directory.
+        ValueError: the run has no documents.jsonl: it is of an earlier version, or of log.documents=false.
+    """
+    run, _ = find_run(path)
+    if not run.documents.exists() or not run.documents.stat().st_size:
+        raise ValueError(
+            f"{run.path} has no record of documents ({run.documents.name}): no step was taken, or the run is of an"
+            " earlier version or of log.documents=false"
+        )
+    found = Audit()
+    lines = Lines(run.documents)
+    counts: dict[int, int] = {}
+    positions: dict[int, tuple[int, int]] = {}
+    carried: Integers | None = None
+    for epoch in _epochs(lines, found, counts, positions):
+        carried = _close(epoch, carried, _end_of_stream(run), found)
+    if lines.torn:
+        found.notes.append(
+            "the last line of documents.jsonl is incomplete: its writer was killed, or is writing"
+        )
+    found.problems += [problem for problem in lines.problems if "cannot be read" in problem]
+    _compare_metrics(run, counts, found)
+    _compare_checkpoints(run, positions, found)
+    return found
+
+
+def _epochs(
+    lines: Lines, found: Audit, counts: dict[int, int], positions: dict[int, tuple[int, int]]
+) -> Iterator[_EpochRecords]:
+    """The epochs in order; fills in the documents of each step, and its place (epoch, steps of the epoch so far)."""
+    epoch: _EpochRecords | None = None
+    before: int | None = None
+    for number, record in lines.new():
+        documents = _integers(record.get("documents"))
+        step, at, index = (_whole(record.get(name)) for name in ("step", "epoch", "index"))
+        if documents is None or step is None or at is None or index is None:
+            found.problems.append(f"documents.jsonl: line {number} is no record of a step")
+            continue
+        if before is None and step > 1:
+            found.notes.append(
+                f"documents are recorded from step {step:,} on: steps before it are not audited"
+            )
+        elif before is not None and step != before + 1:
+            found.problems.append(
+                f"documents.jsonl: step {step:,} follows step {before:,} in line {number}"
+                + (f": {step - before - 1:,} steps have no record" if step > before else "")
+            )
+        before = step
+        if epoch is None or at != epoch.number:
+            if epoch is not None:
+                if at != epoch.number + 1:
+                    found.problems.append(f"epoch {at:,} follows epoch {epoch.number:,} in step {step:,}")
+                epoch.is_last = False
+                yield epoch
+            plan = record.get("plan") if index == 0 else None
+            epoch = _EpochRecords(at, plan if isinstance(plan, dict) else None)
+            epoch.next_index = index if not counts else 0
+        if index != epoch.next_index:
+            found.problems.append(
+                f"step {step:,} is step {index:,} of epoch {at:,}, and step {epoch.next_index:,} is expected"
+            )
+        epoch.next_index = index + 1
+        epoch.steps.append(step)
+        epoch.documents.append(documents)
+        counts[step], positions[step] = len(documents), (at, index + 1)
+    if epoch is not None:
+        yield epoch
+
+
+def _close(
+    epoch: _EpochRecords, carried: Integers | None, stream: tuple[Integers, int] | None, found: Audit
+) -> Integers | None:
+    """Account for the documents of an epoch; returns what it carries, None if unknown.
+
+    `stream` is what a stream left over, and the number of its documents, if it has ended.
+    """
+    plan = epoch.plan or {}
+    total, planned = _whole(plan.get("documents")), _whole(plan.get("steps"))
+    lists = {name: _integers(plan.get(name)) for name in ("carried_in", "carried", "dropped")}
+    if epoch.plan is not None and (
+        total is None or planned is None or any(v is None for v in lists.values())
+    ):
+        found.problems.append(f"epoch {epoch.number}: the record of its plan is damaged")
+        total = planned = None
+    nothing = np.empty(0, dtype=np.int64)
+    carried_in, carries, drops = (nothing if each is None else each for each in lists.values())
+    trained = np.concatenate(epoch.documents)
+    is_complete, name = planned is not None and epoch.next_index == planned, f"epoch {epoch.number}"
+    if planned is not None and not is_complete and not epoch.is_last:
+        found.problems.append(
+            f"{name}: another epoch follows after {epoch.next_index:,} of its {planned:,} steps"
+        )
+        is_complete = True  # no step of it will follow
+    if stream is not None and epoch.plan is None and epoch.number == 0:
+        (drops, total), is_complete = stream, True
+    if (
+        carried is not None
+        and epoch.plan is not None
+        and not np.array_equal(np.sort(carried), np.sort(carried_in))
+    ):
+        found.problems.append(
+            f"{name}: it begins with {_named(carried_in)} carried in, but the epoch before carried {_named(carried)}"
+        )
+    whole = np.concatenate([trained, carries, drops])
+    repeated, (lost, lost_count) = _repeated(whole, carried_in), (nothing, 0)
+    if total is not None:
+        if is_complete:
+            lost, lost_count = _missing(whole, carried_in, total)
+        foreign = trained[(trained < 0) | (trained >= total)]
+        if len(foreign):
+            found.problems.append(f"{name}: {_named(foreign)} trained, and there are {total:,} (from 0)")
+    for document in repeated[:MOST_NAMED].tolist():
+        pairs = zip(epoch.steps, epoch.documents, strict=True)
+        where = [step for step, each in pairs for _ in range(int((each == document).sum()))]
+        also = [word for word, each in (("carried", carries), ("dropped", drops)) if (each == document).any()]
+        places = [*(f"step {step:,}" for step in where), *(f"the {word} documents" for word in also)]
+        found.problems.append(
+            f"{name}: document {document:,} is repeated: it is in {' and in '.join(places)}"
+        )
+    if len(repeated) > MOST_NAMED:
+        found.problems.append(f"{name}: {len(repeated) - MOST_NAMED:,} more documents are repeated")
+    if lost_count:
+        found.problems.append(
+            f"{name}: {_named(lost, lost_count)} lost: in no step, not carried, not dropped"
+        )
+    found.epochs.append(
+        EpochAudit(
+            epoch=epoch.number,
+            total=total,
+            steps=len(epoch.steps),
+            planned=planned,
+            trained=len(trained),
+            carried_in=len(carried_in),
+            carried=len(carries),
+            dropped=len(drops),
+            repeated=len(repeated),
+            lost=lost_count,
+            is_complete=is_complete,
+        )
+    )
+    return carries if is_complete else None
+
+
+def _end_of_stream(run: RunDirectory) -> tuple[Integers, int] | None:
+    """What a stream left over, and the number of its documents; None if history.jsonl does not end with its end."""
+    events = [event for _, event in Lines(run.history).new()]
+    last = events[-1] if events else {}
+    left, total = _integers(last.get("dropped")), _whole(last.get("documents"))
+    return None if left is None or total is None else (left, total)
+
+
+def _repeated(documents: Integers, twice: Integers) -> Integers:
+    """Documents that occur more often than once, and once more for each time that they occur in `twice`."""
+    values, counts = np.unique(documents, return_counts=True)
+    many, counts = values[counts > 1], counts[counts > 1]
+    allowed = np.array([1 + int((twice == value).sum()) for value in many.tolist()], dtype=np.int64)
+    return many[counts > allowed]
+
+
+def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers, int]:
+    """Documents below `total` that do not occur, or not once more for each time in `twice`: some, and how many."""
+    values, counts = np.unique(documents, return_counts=True)
+    inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
+    widths = np.diff(inside) - 1
+    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be any number: no array is as long
+    shown = [inside[gap] + 1 + np.arange(min(widths[gap], MOST_NAMED)) for gap in gaps.tolist()]
+    again = []
+    for value, extra in zip(*np.unique(twice, return_counts=True), strict=True):
+        have = int(counts[values == value].sum())
+        if 0 < have < 1 + extra:  # those that do not occur at all are in a gap
+            again.append(int(value))
+    found = np.unique(np.concatenate([*shown, np.array(again, dtype=np.int64)]))
+    return found, int(widths.sum()) + len(again)
+
+
+def _compare_metrics(run: RunDirectory, counts: dict[int, int], found: Audit) -> None:
+    """Compare steps and numbers of documents with those of metrics.jsonl, and name steps that were skipped."""
+    metrics = Lines(run.metrics)
+    seen, skipped, different = set(), [], []
+    for _, record in metrics.new():
+        step = _whole(record.get("step"))
+        if step is None or "loss" not in record:
+            continue
+        seen.add(step)
+        if record.get("skipped"):
+            skipped.append(step)
+        rate, seconds = record.get("sps"), record.get("dt")
+        if step in counts and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
+            product = rate * seconds
+            if product < 1e15 and abs(product - counts[step]) > 0.5:
+                different.append(step)
+    first, last = min(counts, default=1), max(counts, default=0)
+    recorded = {step for step in seen if step >= first}
+    if missing := sorted(recorded - counts.keys()):
+        found.problems.append(f"metrics.jsonl has {_steps(missing)} without documents")
+    if missing := sorted(counts.keys() - recorded - {last}):  # documents are written first
+        found.problems.append(f"documents.jsonl has {_steps(missing)} without metrics")
+    if different:
+        found.problems.append(f"metrics.jsonl counts other numbers of documents in {_steps(different)}")
+    if skipped:
+        found.notes.append(
+            f"skipped, by fp16 overflow or a spike: the documents of {_steps(sorted(skipped))} changed no weight"
+        )
+
+
+def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]], found: Audit) -> None:
+    """Compare positions and hashes that checkpoints saved with documents.jsonl, and say what a resume repeats."""
+    steps = []
+    for folder in run.complete_checkpoints():
+        try:
+            state = json.loads(read_file(folder / STATE))
+            step, data, marks = _whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
+            done = _whole(
+                data["step"] + data.get("taken", 0)
+            )  # of a stream: steps of windows, and of this window
+            place = _whole(data.get("epoch", 0)), done
+            mark, metrics = marks.get("documents"), marks["metrics"]
+            agrees = mark is None or _begins_with(run.documents, mark)
+            is_cut_off = not agrees and not _begins_with(run.metrics, metrics)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            found.notes.append(f"{folder.name} cannot be read; `multipack doctor {run.path}` says why")
+            continue
+        if is_cut_off:
+            found.notes.append(
+                f"{folder.name} is of steps that a resume from an older checkpoint has cut off"
+            )
+            continue
+        steps.append(step or 0)
+        if not agrees:
+            found.problems.append(
+                f"documents.jsonl does not begin with what {folder.name} recorded: it was edited"
+            )
+        if step in positions and place != positions[step]:
+            at, done = positions[step]
+            found.problems.append(
+                f"{folder.name} resumes in epoch {place[0]} after {place[1]} steps, and documents.jsonl has epoch {at}"
+                f" after {done}"
+            )
+    last = max(positions, default=0)
+    if steps and max(steps) < last:
+        later = _steps(list(range(max(steps) + 1, last + 1)))
+        found.notes.append(
+            f"after the last checkpoint: {later}; resuming cuts the record and trains them again"
+        )
+
+
+def _begins_with(path: Path, mark: dict[str, Any]) -> bool:
+    """Whether a file begins with the bytes of a mark."""
+    size, digest = _whole(mark.get("bytes")), hashlib.sha256()
+    if size is None:
+        return False
+    with open_file(path) as file:
+        while size > 0 and (part := file.read(min(size, 1 << 20))):
+            digest.update(part)
+            size -= len(part)
+    return size == 0 and digest.hexdigest() == mark.get("sha256")
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number from 0 of data that may be anything; None if it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
+
+
+def _integers(value: Any) -> Integers | None:
+    """A list of whole numbers as an array; None if it is none."""
+    if not isinstance(value, list) or any(_whole(each) is None for each in value):
+        return None
+    return np.array(value, dtype=np.int64)
+
+
+def _named(documents: Integers, count: int | None = None) -> str:
+    """`document 5`, or `7 documents (1, 2, 3, 4, 5, …)`; `documents` are some of `count`."""
+    count = len(documents) if count is None else count
+    shown = ", ".join(f"{document}" for document in documents[:MOST_NAMED].tolist())
+    if count == 1:
+        return f"document {shown}"
+    return f"{count:,} documents" + (f" ({shown}{', …' if count > MOST_NAMED else ''})" if shown else "")
+
+
+def _steps(steps: list[int]) -> str:
+    """`step 5`, or `7 steps (1, 2, 3, 4, 5, …)`."""
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    shown = ", ".join(f"{step:,}" for step in steps[:MOST_NAMED])
+    return f"{len(steps):,} steps ({shown}{', …' if len(steps) > MOST_NAMED else ''})"
+
+
+def audit_rows(found: Audit) -> list[tuple[str, str]]:
+    """The result as rows of text."""
+    rows = []
+    for each in found.epochs:
+        whole = f" of {each.planned:,}" if each.planned is not None else ""
+        total = f" of {each.total:,}" if each.total is not None else ""
+        parts = [f"{each.trained:,} documents trained{total} in {each.steps:,}{whole} steps"]
+        counted = {
+            "carried in": each.carried_in,
+            "carried into the next": each.carried,
+            "dropped": each.dropped,
+            "repeated": each.repeated,
+            "lost": each.lost,
+        }
+        parts += [f"{count:,} {name}" for name, count in counted.items() if count]
+        exact = not (each.repeated or each.lost)
+        state = (
+            "each exactly once"
+            if each.is_complete and exact
+            else "none twice so far"
+            if exact
+            else "not exact"
+        )
+        rows.append((f"epoch {each.epoch}", f"{'; '.join(parts)}: {state}"))
+    rows += [("note", note) for note in found.notes]
+    return rows + [("problem", problem) for problem in found.problems]
