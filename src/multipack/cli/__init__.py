@@ -17,7 +17,7 @@ from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.probe_command import probe
 from multipack.cli.recipe_command import recipe
-from multipack.cli.run_commands import audit, report
+from multipack.cli.run_commands import audit, report, watch
 from multipack.cli.train_commands import calibrate, config, prepare, train
 from multipack.machine import explain_missing
 from multipack.parallel.ranks import is_reported
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 add_commands(app, train, config, prepare, plan, pack, calibrate, generate, export)
-add_commands(app, report, audit, advise, probe, launch, submit, doctor, version)
+add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor, version)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 add_commands(bench, collectives)
 app.add_typer(bench, name="bench")

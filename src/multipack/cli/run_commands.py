@@ -1,4 +1,4 @@
-"""The commands that read run directories: report, audit."""
+"""The commands that read run directories: report, audit, watch."""
 
 from __future__ import annotations
 
@@ -72,3 +72,24 @@ def audit(run: Run, as_json: Json = False) -> None:
         Console().section(f"documents of {run}", audit_rows(found))
     if found.problems:
         fail(f"{run}: {len(found.problems):,} problems; the first: {found.problems[0]}", 1)
+
+
+def watch(
+    run: Run,
+    every: Annotated[float, option("Seconds between two looks.", "--every", min=0.1)] = 1.0,
+    once: Annotated[bool, option("Print the state as it is, and end.", "--once")] = False,
+) -> None:
+    """Show a run live, from another process.
+
+    It ends with the run; Ctrl-C ends it earlier, and not the run.
+
+    Examples:
+      multipack watch runs/a
+      multipack watch runs/a --once
+    """
+    from rich.console import Console as RichConsole
+
+    from multipack.reports.watch import watch as show
+
+    console = RichConsole(markup=False, highlight=False)
+    show(run, every, once or not console.is_terminal, console)

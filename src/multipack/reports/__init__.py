@@ -1,1 +1,1 @@
-"""Text output: the console, tables about plans and stores, and pictures of plans."""
+"""What people look at: the console, tables and pictures of plans, reports of runs as text and pages."""

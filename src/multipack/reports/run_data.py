@@ -201,7 +201,7 @@ def read_run(path: str | Path) -> RunData:
     found.problems += [*metrics.problems, *history.problems]
     if stepless:
         found.problems.append(f"{run.metrics.name}: {stepless:,} records have no step and are left out")
-    found.samples = _samples(found)
+    found.samples = read_samples(found)
     found.checkpoints = _checkpoints(run)
     return found
 
@@ -212,7 +212,8 @@ def add_record(found: RunData, record: dict[str, Any]) -> bool:
     return (found.evaluations if is_evaluation else found.steps).add(record)
 
 
-def _samples(found: RunData) -> list[tuple[int, str]]:
+def read_samples(found: RunData) -> list[tuple[int, str]]:
+    """(step, text) of each generated text; a file that cannot be read is a problem."""
     path = found.run.samples
     try:
         text = read_file(path, MOST_SAMPLES).decode("utf-8", errors="replace") if path.exists() else ""

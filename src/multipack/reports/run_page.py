@@ -117,7 +117,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
     return {
         "name": name,
         "tiles": key_figures(found),
-        "steps": {key: _means(values, mean_of, key == "step") for key, values in steps.items()},
+        "steps": {key: means(values, mean_of, key == "step") for key, values in steps.items()},
         "evals": found.evaluations.values,
         "parts": [(part, PARTS[part], share) for part, share in shares.items()],
         "padding": bars,
@@ -144,7 +144,7 @@ def _names(found: Sequence[RunData]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _means(values: list[float], width: int, last: bool) -> list[float]:
+def means(values: list[float], width: int, last: bool) -> list[float]:
     """Means of `width` neighboring values, or the last of them; NaN is left out."""
     if width == 1:
         return values
