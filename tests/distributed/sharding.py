@@ -17,6 +17,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.ops.lora import add_adapters, initial_adapter, is_adapter
+from multipack.ops.nf4 import PARTS, quantize
 from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
@@ -94,22 +95,34 @@ def drawn(kind):
     return initial_parameters(SHAPES[kind], SEED)
 
 
-def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None):
-    """A decoder as engines ask for it: every process begins with the weights of one seed."""
+def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False):
+    """A decoder as engines ask for it: every process begins with the weights of one seed.
+
+    `dequantized`: matrices are not quantized, and have the values that quantized ones stand for.
+    """
     adapter = adapter or AdapterConfig()
+    stored, adapter = adapter, replace(adapter, quantize="none") if dequantized else adapter
     with torch.device("meta"):
         whole = Decoder(shape)
     add_adapters(whole, adapter)
     shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
     saved = frozenset(name for name, each in whole.named_parameters() if each.requires_grad)
+    dtypes = {name: each.dtype for name, each in whole.named_parameters() if each.dtype != torch.float32}
     drawn = initial_parameters(shape, seed)
 
+    def frozen(name, device):
+        value = drawn(name, device)
+        is_matrix = name.startswith("blocks.") and value.dim() == 2
+        quantized = stored.quantize == "nf4" and is_matrix
+        return quantize(value, stored.double_quantize).to(torch.float32) if quantized else value
+
     def initial(name, device):
+        module, _, own = name.rpartition(".")
+        if own in PARTS:
+            return quantize(drawn(f"{module}.weight", device), adapter.double_quantize).part(own)
         if not is_adapter(name):
-            return drawn(name, device)
-        value = initial_adapter(
-            name, shapes[name], seed, lambda: drawn(f"{name.rpartition('.')[0]}.weight", device)
-        )
+            return frozen(name, device)
+        value = initial_adapter(name, shapes[name], seed, lambda: frozen(f"{module}.weight", device))
         generator = torch.Generator().manual_seed(len(name))  # other than the neutral values
         return value + 0.1 * torch.randn(shapes[name], generator=generator)
 
@@ -122,7 +135,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None):
         return model
 
     made = Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers)
-    return replace(made, saved=saved if adapter.name != "none" else None)
+    return replace(made, saved=saved if adapter.name != "none" else None, dtypes=dtypes)
 
 
 def adamw(parameters):
@@ -187,6 +200,8 @@ def whole_parameters(engine):
     """Name → whole value of every parameter, equal on every rank; collective."""
     found = {}
     for name, shape in engine.shapes.items():
+        if name.rpartition(".")[2] in PARTS:  # those of a quantized matrix, which does not change
+            continue
         value = torch.zeros(shape)
         if name in engine.parameters and name not in engine.duplicates:
             value = _whole(engine.parameters[name].detach()).clone(memory_format=torch.contiguous_format)

@@ -25,6 +25,8 @@ SHAPES = {
     "llama": replace(tiny.LLAMA, heads=8, kv_heads=4, context=64, vocabulary_size=64),
 }
 # Switches of all families, as far as they go together.
+# Ranks divide rows of 128 numbers without a cut in blocks of 64.
+SHAPES["wide"] = replace(SHAPES["llama"], d_model=64, head_dim=16, d_ff=128)
 SHAPES["families"] = replace(
     SHAPES["llama"],
     norm="rmsnorm+1",
@@ -51,7 +53,12 @@ ADAPTERS = {
         "lora", rank=4, targets=["attention", "down_proj"], rank_stabilized=True, train=["norm"]
     ),
     "dora": AdapterConfig("dora", rank=4, alpha=4.0),
+    "qlora": AdapterConfig("lora", rank=4, targets=["attention"], quantize="nf4"),
+    "qdora": AdapterConfig(
+        "dora", rank=4, quantize="nf4", double_quantize=False, train=["blocks.0.feed_forward"]
+    ),
 }
+ADAPTERS["qdora"].targets = ["attention", "blocks.1.feed_forward"]
 
 
 def shape_of(name, words):
@@ -82,7 +89,8 @@ def optimizer_of(kind, blueprint, parameters):
 
 def run(mesh, config, shape, optimizer, steps, count, adapter=""):
     """Losses and norms of `count` packs a step, and the weights after them; on every rank the same."""
-    blueprint = tiny.blueprint(shape, adapter=ADAPTERS.get(adapter))
+    adapter, _, dequantized = adapter.partition(" ")
+    blueprint = tiny.blueprint(shape, adapter=ADAPTERS.get(adapter), dequantized=bool(dequantized))
     engine = build_engine(
         blueprint,
         functools.partial(optimizer_of, optimizer, blueprint),
@@ -101,7 +109,11 @@ def run(mesh, config, shape, optimizer, steps, count, adapter=""):
         engine.step(0.1 if optimizer == "sgd" else 1e-3)
     own = packs_of(99, count)[mesh.data_rank :: mesh.data_size]
     validation = mesh.world.sum([sum(engine.evaluate(own))])[0]
-    weights = {key: value.float().cpu().numpy() for key, value in tiny.whole_parameters(engine).items()}
+    weights = {
+        key: value.float().cpu().numpy()
+        for key, value in tiny.whole_parameters(engine).items()
+        if blueprint.saved is None or key in blueprint.saved
+    }
     return losses, norms, validation, weights
 
 
@@ -120,7 +132,10 @@ def alone(*arguments):
 
 def check(pool, words, name, optimizer, steps=2, adapter=""):
     arguments = shape_of(name, words), optimizer, steps, max(4, pool.size), adapter
-    losses, norms, validation, weights = alone(*arguments)
+    reference = (
+        f"{adapter} dequantized" if ADAPTERS.get(adapter, AdapterConfig()).quantize != "none" else adapter
+    )
+    losses, norms, validation, weights = alone(*arguments[:-1], reference)
     outcomes = pool.run(case, words, *arguments)
     for found in (outcomes[0], outcomes[-1]):
         rounding = 20 if optimizer == "muon" else 1  # it orthogonalizes in bfloat16
@@ -284,6 +299,33 @@ SLOW_ADAPTED = [
 )
 def test_adapters(pools, ranks, words, name, adapter):
     check(pools(ranks), words, name, "adamw" if ranks == 2 else "sgd", adapter=adapter)
+
+
+QUANTIZED = [(2, words) for words in (*ALONE, *ZERO)] + [
+    (4, PAIRS[1]),
+    (4, PAIRS[6]),
+    (4, PAIRS[7]),
+    (4, PAIRS[9]),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "adapter"),
+    [
+        (2, {"data": "zero3", "tensor": 1}, "qdora"),
+        (2, {"tensor": 2}, "qlora"),
+        *(
+            pytest.param(*case, adapter, marks=pytest.mark.slow)
+            for case in QUANTIZED
+            for adapter in ("qlora", "qdora")
+        ),
+    ],
+    ids=str,
+)
+def test_quantized_weights_equal_dequantized_ones_in_one_process(pools, ranks, words, adapter):
+    check(
+        pools(ranks), words, "wide", "adamw" if ranks == 2 and adapter == "qlora" else "sgd", adapter=adapter
+    )
 
 
 @pytest.mark.slow

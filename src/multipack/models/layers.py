@@ -179,9 +179,11 @@ class FeedForward(nn.Module):
 
     def matrices(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of each matrix (of this rank's part of it), in the order of their use."""
-        weights: list[Any] = [layer.weight for layer in self.children()]
+        layers: list[Any] = list(self.children())
+        weights = [layer.weight_codes if layer.weight is None else layer.weight for layer in layers]
         pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
-        return [(each.shape[1], each.shape[0]) for each in pieces]
+        # A byte of a quantized matrix has two numbers.
+        return [(each.shape[1] * (2 if each.dtype == torch.uint8 else 1), each.shape[0]) for each in pieces]
 
 
 def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:

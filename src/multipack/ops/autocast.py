@@ -69,7 +69,7 @@ def use_copies(module: nn.Module) -> None:
         for name, weight in part._parameters.items():
             if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
                 continue
-            if autocast_dtype(weight) != weight.dtype:
+            if weight.is_floating_point() and autocast_dtype(weight) != weight.dtype:
                 _replaced[-1].append((part._parameters, name, weight))
                 with torch.enable_grad():  # also where the first use has no gradients
                     part._parameters[name] = in_autocast_dtype(weight)  # type: ignore[assignment]

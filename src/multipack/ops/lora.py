@@ -7,19 +7,24 @@ LoRA (Hu et al. 2021, arXiv:2106.09685): s = α / r, g = 1. Rank-stabilized (Kal
 s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m of each row: g = m / |W + s·B·A|, whose
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
 adapted model begins as the original one.
+
+Frozen matrices of blocks may be quantized (QLoRA, nf4.py), those that no adapter has included; m is then the length of
+the rows that the quantized matrix stands for. Otherwise frozen linear layers are held in the dtype of matrix products:
+autocast would cast them to it in every step, and the products are the same bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.ops.autocast import at_least_float32
+from multipack.ops.nf4 import PARTS, Nf4, linear, quantize
 from multipack.shapes.adapter import AdapterConfig
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
@@ -27,52 +32,63 @@ ADAPTER = ("lora_a", "lora_b", "magnitude")
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter; `add_adapters` makes it of a layer that exists.
+    """A linear layer with an adapter, or with a quantized matrix, or both; `add_adapters` makes it of a linear layer.
 
     Attributes:
-        lora_a: (r, in).
+        lora_a: (r, in); None = no adapter.
         lora_b: (out, r).
         magnitude: (out,) of DoRA, else None.
         scale: s, the factor of the update.
         dropout: share of the adapter's inputs that is dropped in training.
+        weight_codes, weight_scales, weight_steps: the parts of a quantized matrix, see `Nf4`; `weight` is None then.
     """
 
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
     magnitude: nn.Parameter | None
     scale: float
     dropout: float
 
+    @property
+    def matrix(self) -> Tensor | Nf4:
+        """(out, in) the frozen matrix."""
+        if cast(Tensor | None, self.weight) is not None:
+            return self.weight
+        codes, scales, steps = (cast(Tensor, getattr(self, part, None)) for part in PARTS)
+        return Nf4(codes, scales, steps, self.in_features)
+
     def forward(self, x: Tensor) -> Tensor:
         """(T, in) → (T, out)."""
-        return self.adapted(x, self.weight, self.bias, self.lora_a, self.lora_b, self.magnitude)
+        return self.adapted(x, self.matrix, self.bias, self.lora_a, self.lora_b, self.magnitude)
 
     def adapted(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | Nf4,
         bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
         magnitude: Tensor | None,
         total: Callable[[Tensor], Tensor] = lambda squares: squares,
     ) -> Tensor:
         """`forward` with these tensors, which may be a rank's parts; `total` sums squares of rows over ranks."""
+        if a is None or b is None:
+            return linear(x, weight, bias)
         update = F.linear(F.linear(F.dropout(x, self.dropout, self.training), a), b)
         if magnitude is None:
-            return torch.add(F.linear(x, weight, bias), update, alpha=self.scale)
+            return torch.add(linear(x, weight, bias), update, alpha=self.scale)
         lengths = total(row_squares(weight, a, b, self.scale)).sqrt()
         factor = magnitude / lengths.to(magnitude.dtype)
-        out = torch.add(F.linear(x, weight), update, alpha=self.scale)
+        out = torch.add(linear(x, weight), update, alpha=self.scale)
         out = out * factor.to(out.dtype)
         return out if bias is None else out + bias.to(out.dtype)
 
 
 @torch.no_grad()
-def row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_squares(weight: Tensor | Nf4, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """(out,) squared lengths of the rows of W + s·B·A, in float32 or float64."""
     with torch.autocast(weight.device.type, enabled=False):
-        dtype = at_least_float32(weight.dtype)
+        dtype = at_least_float32(weight.dtype if isinstance(weight, Tensor) else torch.float32)
         found: Tensor = merged(weight.to(dtype), a.to(dtype), b.to(dtype), None, scale).square().sum(1)
         return found
 
@@ -84,15 +100,19 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale
     return found if magnitude is None else found * (magnitude / lengths)[:, None]
 
 
-def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
-    """Add adapters to the matrices of a model's blocks, in place, and freeze all other parameters.
+def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:
+    """Add adapters to the matrices of a model's blocks, in place, freeze all other parameters, and quantize matrices.
 
-    Names of parameters stay; new ones are those of `ADAPTER`, on the device of their matrix, without values. Call it
-    before tensors are divided and parameters are sharded.
+    Names of parameters stay, except those of quantized matrices (`PARTS`); new ones are those of `ADAPTER`, on the
+    device of their matrix, without values. Call it before tensors are divided and parameters are sharded.
 
     Args:
-        model: has `blocks`; it may be a part of a pipeline.
-        config: which matrices; `none` leaves the model unchanged.
+        model: has `blocks`; it may be a part of a pipeline, or on the meta device.
+        config: which matrices, and how frozen ones are held; `none` leaves the model unchanged.
+        dtype: of matrix products, and so of frozen linear layers that are not quantized.
+
+    Raises:
+        ValueError: a row of a matrix to quantize cannot be divided into blocks.
     """
     if config.name == "none":
         return
@@ -100,9 +120,14 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
         whole = config.trains(name)
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(whole)
+        if isinstance(module, nn.Linear) and not whole:
+            module.weight.data = module.weight.data.to(dtype)
     for name in matrices(model):
+        module = cast(nn.Linear, model.get_submodule(name))
         if config.adapts(name):
-            _adapt(cast(nn.Linear, model.get_submodule(name)), config)
+            _adapt(module, config)
+        if config.quantize == "nf4" and not config.trains(name):
+            _quantize(name, module, config.double_quantize)
 
 
 def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
@@ -158,11 +183,32 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapt(module: nn.Linear, config: AdapterConfig) -> None:
-    """Make a linear layer a `LoraLinear`."""
-    weight = module.weight
-    module.__class__ = LoraLinear
-    made = cast(LoraLinear, module)
+    """Make a linear layer a `LoraLinear` with an adapter."""
+    weight, made = module.weight, _frozen(module)
+    options: dict[str, Any] = {"device": weight.device, "dtype": at_least_float32(weight.dtype)}
     made.scale, made.dropout = config.scale, config.dropout
-    made.lora_a = nn.Parameter(weight.new_empty(config.rank, weight.shape[1]))
-    made.lora_b = nn.Parameter(weight.new_empty(weight.shape[0], config.rank))
-    made.magnitude = nn.Parameter(weight.new_empty(weight.shape[0])) if config.name == "dora" else None
+    made.lora_a = nn.Parameter(torch.empty(config.rank, weight.shape[1], **options))
+    made.lora_b = nn.Parameter(torch.empty(weight.shape[0], config.rank, **options))
+    made.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if config.name == "dora" else None
+
+
+def _quantize(name: str, module: nn.Linear, double: bool) -> None:
+    """Make a linear layer a `LoraLinear` with a quantized matrix."""
+    try:
+        found = quantize(module.weight, double)
+    except ValueError as error:
+        raise ValueError(f"adapter.quantize=nf4: {name} cannot be quantized, {error}") from error
+    module.register_parameter("weight", None)
+    for part, value in zip(PARTS, (found.codes, found.scales, found.steps), strict=True):
+        made = None if value is None else nn.Parameter(value, requires_grad=False)
+        module.register_parameter(part, made)
+    _frozen(module)
+
+
+def _frozen(module: nn.Linear) -> LoraLinear:
+    """The linear layer as a `LoraLinear`, at first without an adapter."""
+    made = cast(LoraLinear, module)
+    if not isinstance(module, LoraLinear):
+        module.__class__ = LoraLinear
+        made.lora_a = made.lora_b = made.magnitude = None
+    return made

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import split_layers, stages_of_rank
 from multipack.parallel.tensor import divide_tensors
+from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -43,11 +44,13 @@ class Blueprint:
         layers: number of blocks.
         width: of the hidden states between blocks.
         shapes: names and shapes of all parameters.
+        dtypes: name → dtype, of those that are not float32.
         initial: the initial weights, see `materialize`.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
         prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
-        from_main: whether rank 0 alone calls `initial`, because it reads files.
+        from_main: whether rank 0 alone calls `initial`, because it reads files; no rank then draws other values
+            before.
         saved: names of the parameters that the engine's state has, see `ModelEngine`; None = all.
     """
 
@@ -61,6 +64,7 @@ class Blueprint:
     prepare: Callable[[nn.Module], None] = lambda model: None
     from_main: bool = False
     saved: frozenset[str] | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 def build_engine(
@@ -88,9 +92,11 @@ def build_engine(
         ValueError: the strategies cannot be applied to this model.
     """
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
-        # Every rank builds the whole model with its values; nothing is on the meta device.
-        with mesh.world.device:
+        # Every rank holds the whole model.
+        with torch.device("meta") if blueprint.from_main else mesh.world.device:
             model = blueprint.build(None)
+        if blueprint.from_main:
+            _fill(blueprint, [model], mesh.world)
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
@@ -99,8 +105,7 @@ def build_engine(
         _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
     ]
     modules, share = [module for module, _ in built], built[0][1]
-    host = torch.device("cpu") if config.offload == "cpu" else None
-    materialize(modules, blueprint.initial, blueprint.shapes, mesh.world, host, from_main=blueprint.from_main)
+    _fill(blueprint, modules, mesh.world, torch.device("cpu") if config.offload == "cpu" else None)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
     options: dict[str, Any] = {
@@ -127,6 +132,14 @@ def build_engine(
         hidden_dtype=dtype if config.shards_parameters else torch.float32,
         **options,
     )
+
+
+def _fill(
+    blueprint: Blueprint, modules: list[nn.Module], world: World, device: torch.device | None = None
+) -> None:
+    """Give modules on the meta device their initial weights; collective."""
+    options: dict[str, Any] = {"dtypes": blueprint.dtypes, "from_main": blueprint.from_main}
+    materialize(modules, blueprint.initial, blueprint.shapes, world, device, **options)
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

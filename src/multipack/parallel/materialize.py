@@ -39,6 +39,7 @@ def materialize(
     world: World,
     device: torch.device | None = None,
     *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
     from_main: bool = False,
 ) -> None:
     """Allocate models that are on the meta device and fill them with the source's values.
@@ -50,6 +51,7 @@ def materialize(
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
         world: all ranks.
         device: of the parameters; None = the world's.
+        dtypes: name → dtype, of parameters that have another one than most.
         from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank
             calls it for the parameters that it holds, and nothing is sent.
 
@@ -59,10 +61,12 @@ def materialize(
     """
     for model in models:
         allocate(model, device or world.device)
-    held = _held(models, shapes)
-    dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
+    held, other = _held(models, shapes), dtypes or {}
+    usual = (tensors[0].dtype for name, tensors in held.items() if name not in other)
+    most = next(usual, torch.float32)
     sends = from_main and world.size > 1
     for name, shape in shapes.items() if sends else [(name, shapes[name]) for name in held]:
+        dtype = other.get(name, most)
         if sends and not world.is_main:
             whole = torch.empty(shape, dtype=dtype, device=world.device)
         else:

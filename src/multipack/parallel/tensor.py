@@ -50,6 +50,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.lora import LoraLinear
 from multipack.ops.loss import LOSS_ATTRIBUTES
+from multipack.ops.nf4 import PARTS, Nf4
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
 from multipack.parallel.collectives import Group, all_gather, all_reduce, identity, reduce_scatter
 from multipack.parallel.state import local
@@ -143,7 +144,7 @@ class _ColumnLora(_TensorParallel, LoraLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, f / ranks)."""
         weight, bias, a, b, magnitude = _pieces(self)
-        return self.adapted(x, weight, bias, identity(a, self.group), b, magnitude)
+        return self.adapted(x, weight, bias, _shared(a, self.group), b, magnitude)
 
 
 class _SharedHeadLora(_TensorParallel, LoraLinear):
@@ -159,8 +160,8 @@ class _SharedHeadLora(_TensorParallel, LoraLinear):
         """(T, d) → (T, D)."""
         own, (weight, bias, a, b, magnitude) = _head_rows(self), _pieces(self)
         bias = None if bias is None else bias[own]
-        magnitude = None if magnitude is None else identity(magnitude, self.group)[own]
-        a, b = identity(a, self.group), identity(b, self.group)[own]
+        b, magnitude = (None if each is None else identity(each, self.group)[own] for each in (b, magnitude))
+        a = _shared(a, self.group)
         return self.adapted(x, weight[own], bias, a, b, magnitude)
 
 
@@ -177,8 +178,7 @@ class _RowLora(_TensorParallel, LoraLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(T, f / ranks) → (T / ranks, d)."""
         weight, bias, a, b, magnitude = _pieces(self)
-        b = identity(b, self.group)
-        magnitude = None if magnitude is None else identity(magnitude, self.group)
+        b, magnitude = _shared(b, self.group), _shared(magnitude, self.group)
         total = partial(all_reduce, group=self.group)
         out = self.adapted(x, weight, _on_first(bias, self.group), a, b, magnitude, total)
         return reduce_scatter(out, group=self.group)
@@ -299,7 +299,10 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
     """Replace a module's parameters by this rank's pieces, and its class by `divided_type`."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for own, parameter in list(module.named_parameters(recurse=False)):
-        placement = divided_type.placements[own]
+        # The parts of a quantized matrix divide like the matrix; its few steps are whole on every rank.
+        placement = divided_type.placements["weight" if own in PARTS else own]
+        if own == "weight_steps":
+            placement = Replicate()
         piece = parameter.detach()
         if isinstance(placement, Shard):
             size = parameter.shape[placement.dim]
@@ -315,10 +318,33 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
     cast(_TensorParallel, module).group = mesh.get_group()
 
 
-def _pieces(module: LoraLinear) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+def _pieces(
+    module: LoraLinear,
+) -> tuple[Tensor | Nf4, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """This rank's parts of W, b, A, B and m."""
-    bias, magnitude = (None if each is None else local(each) for each in (module.bias, module.magnitude))
-    return local(module.weight), bias, local(module.lora_a), local(module.lora_b), magnitude
+    tensors = (module.bias, module.lora_a, module.lora_b, module.magnitude)
+    bias, a, b, magnitude = (None if each is None else local(each) for each in tensors)
+    return _matrix_piece(module), bias, a, b, magnitude
+
+
+def _matrix_piece(module: LoraLinear) -> Tensor | Nf4:
+    """This rank's part of W."""
+    whole = module.matrix
+    if isinstance(whole, Tensor):
+        return local(whole)
+    codes, rank = local(whole.codes), dist.get_rank(cast(_TensorParallel, module).group)
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    first = (
+        rank * rows if rows < module.out_features else 0,
+        rank * columns if columns < module.in_features else 0,
+    )
+    steps = None if whole.steps is None else local(whole.steps)
+    return Nf4(codes, local(whole.scales), steps, whole.columns, first)
+
+
+def _shared(tensor: Tensor | None, group: Group) -> Tensor | None:
+    """A tensor that all ranks hold whole, whose gradients are summed over them."""
+    return None if tensor is None else identity(tensor, group)
 
 
 def _head_rows(module: _SharedHeadLinear | _SharedHeadLora) -> slice:

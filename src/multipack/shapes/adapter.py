@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
+from multipack.shapes.shape import ModelShape
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "all-linear": ("blocks",),
     "q_proj": ("attention.query",),
@@ -23,6 +25,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "lm_head": ("head",),
 }
 """Names of Hugging Face's models and of peft → names in the decoder."""
+QUANTIZED_BLOCK = 64
+"""Numbers of a row that share a scale under `adapter.quantize=nf4`."""
 
 
 @dataclass
@@ -43,19 +47,27 @@ class AdapterConfig:
     """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
     rank_stabilized: bool = False
     """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Hold frozen matrices of blocks in 4 bits (QLoRA: adapter=qlora); none = in the dtype of train.dtype."""
+    double_quantize: bool = True
+    """Quantize the scales of quantized matrices too: 4.13 instead of 4.5 bits a number."""
     base: str = ""
     """Folder, run or checkpoint with the frozen weights, which resumed runs read again; empty = train.init_from."""
+    base_hash: str = ""
+    """Hash of the files in adapter.base, set by the run: other frozen weights are refused; empty = not compared."""
 
     PRESET_HINT: ClassVar[str] = ""
 
     @staticmethod
     def preset_names() -> list[str]:
         """What `adapter=` accepts."""
-        return ["none", "lora", "dora"]
+        return ["none", "lora", "dora", "qlora"]
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any] | None:
         """The values of `adapter=NAME`."""
+        if name == "qlora":
+            return {"name": "lora", "quantize": "nf4"}
         return {"name": name} if name in cls.preset_names() else None
 
     def __post_init__(self) -> None:
@@ -66,6 +78,11 @@ class AdapterConfig:
             raise ValueError(f"adapter.alpha={self.alpha} must be positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"adapter.dropout={self.dropout} must be at least 0 and below 1")
+        if self.name == "none" and self.quantize != "none":
+            raise ValueError(
+                f"adapter.quantize={self.quantize} quantizes frozen weights, and adapter.name=none trains all of them:"
+                " use adapter=qlora"
+            )
         if self.name != "none" and not self.targets:
             raise ValueError(
                 "adapter.targets must not be empty: all-linear adapts the matrices of all blocks"
@@ -113,9 +130,41 @@ class AdapterConfig:
                         f"adapter.{setting}: {pattern} is no {kind} of this model; there are {', '.join(near)}, …"
                     )
 
+    def check_blocks(self, shape: ModelShape, ranks: int) -> None:
+        """Check that rows of quantized matrices have whole blocks, also where tensor-parallel ranks divide them.
+
+        Raises:
+            ValueError: they have not; the message names the nearest legal choice.
+        """
+        if self.quantize == "none":
+            return
+        if shape.architecture:
+            raise ValueError(
+                f"adapter.quantize={self.quantize} is for models that the decoder computes, and {shape.architecture} is"
+                " computed by transformers: use adapter=lora"
+            )
+        divided = {"heads × head_dim": shape.heads * shape.head_width, "d_ff": shape.d_ff}
+        for name, size in {"d_model": shape.d_model, **divided}.items():
+            if size % QUANTIZED_BLOCK:
+                raise ValueError(
+                    f"adapter.quantize={self.quantize} divides the {size} numbers of a row (model.{name}) into blocks"
+                    f" of {QUANTIZED_BLOCK}, of which that is no multiple: use adapter.quantize=none"
+                )
+        fitting = [
+            each
+            for each in range(1, ranks + 1)
+            if ranks % each == 0 and all(size % (each * QUANTIZED_BLOCK) == 0 for size in divided.values())
+        ]
+        if fitting[-1] != ranks:
+            raise ValueError(
+                f"parallel.tensor={ranks} divides rows of {' and '.join(map(str, divided.values()))} numbers"
+                f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {QUANTIZED_BLOCK} of"
+                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize=none"
+            )
+
     def differing(self, other: AdapterConfig) -> list[str]:
         """Fields that change what the adapter computes and have another value in `other`."""
-        names = [each.name for each in fields(self) if each.name not in ("base", "dropout")]
+        names = [each.name for each in fields(self) if each.name not in ("base", "base_hash", "dropout")]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 

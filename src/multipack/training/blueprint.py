@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter
+from multipack.ops.nf4 import PARTS, Nf4, quantize
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -25,8 +25,6 @@ from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze
 from multipack.training.run_config import Config
 from multipack.training.weights import Reader
-
-CPU = torch.device("cpu")
 
 
 def open_engine(
@@ -39,20 +37,21 @@ def open_engine(
     clock: Callable[[], float],
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
-    whole = _parameters(shape, config)
+    # Code of transformers may compute in the dtype of a weight.
+    held = torch.float32 if shape.architecture else dtype
+    whole = _parameters(shape, config, held)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
-    _check_memory(shapes, config, mesh.world)
+    dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
+    _check_memory(whole, config, mesh.world)
     saved = _saved(config, whole)
-    initial = _initial(config, shape, weights, shapes)
+    initial = _initial(config, shape, weights, whole)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
         if torch.get_default_device().type != "meta":  # on which no numbers are drawn
             torch.manual_seed(config.train.seed)
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
-        add_adapters(model, config.adapter)
-        if weights is not None and not next(model.parameters()).is_meta:
-            model.load_state_dict({name: initial(name, CPU) for name, _ in model.named_parameters()})
+        add_adapters(model, config.adapter, held)
         return model
 
     def prepare(model: nn.Module) -> None:
@@ -75,6 +74,7 @@ def open_engine(
             prepare,
             from_main=weights is not None,
             saved=saved,
+            dtypes=dtypes,
         ),
         partial(build_optimizer, config=config.optimizer, whole=whole),
         mesh,
@@ -107,17 +107,21 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
         )
 
 
-def _check_memory(shapes: dict[str, tuple[int, ...]], config: Config, world: World) -> None:
+def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: World) -> None:
     """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
 
     Raises:
         ValueError: they would not.
     """
-    parallel, elements, free = config.parallel, sum(map(math.prod, shapes.values())), available_memory()
+    parallel, elements, free = (
+        config.parallel,
+        sum(each.numel() for each in whole.values()),
+        available_memory(),
+    )
     parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]
     names = world.gather(socket.gethostname())
     ranks = names.count(names[world.rank])
-    needed = 4 * elements // parts * ranks
+    needed = sum(each.nbytes for each in whole.values()) // parts * ranks
     allocates = torch.get_default_device().type == "cpu"  # not on the meta device, as in estimates
     if free is not None and needed > free and world.device.type == "cpu" and allocates:
         divide = ", or parallel.data=zero3" if parts < world.size else ""
@@ -127,12 +131,14 @@ def _check_memory(shapes: dict[str, tuple[int, ...]], config: Config, world: Wor
         )
 
 
-def _parameters(shape: ModelShape, config: Config) -> dict[str, nn.Parameter]:
-    """All parameters of the model on the meta device, frozen as adapters leave them."""
+def _parameters(
+    shape: ModelShape, config: Config, dtype: torch.dtype = torch.float32
+) -> dict[str, nn.Parameter]:
+    """All parameters of the model on the meta device, frozen as adapters leave them; products are in `dtype`."""
     with torch.device("meta"):
         model = Decoder(shape)
     check_adapters(model, config.adapter)
-    add_adapters(model, config.adapter)
+    add_adapters(model, config.adapter, dtype)
     return dict(model.named_parameters())
 
 
@@ -147,15 +153,30 @@ def _initial(
     config: Config,
     shape: ModelShape,
     weights: Reader | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, nn.Parameter],
 ) -> Callable[[str, torch.device], Tensor]:
-    """(name, device) → the initial value of a parameter; adapters are drawn."""
+    """(name, device) → the initial value of a parameter; adapters are drawn, and frozen matrices quantized."""
     drawn, seed = initial_parameters(shape, config.train.seed), config.train.seed
 
-    def value(name: str, device: torch.device) -> Tensor:
-        if is_adapter(name):
-            matrix = f"{name.rpartition('.')[0]}.weight"
-            return initial_adapter(name, shapes[name], seed, lambda: value(matrix, device))
+    def read(name: str, device: torch.device) -> Tensor:
         return drawn(name, device) if weights is None else weights(name)
+
+    @lru_cache(maxsize=1)  # its parts follow each other
+    def quantized(module: str, device: torch.device) -> Nf4:
+        return quantize(read(f"{module}.weight", device).to(device), config.adapter.double_quantize)
+
+    def value(name: str, device: torch.device) -> Tensor:
+        module, _, own = name.rpartition(".")
+        if own in PARTS:
+            return quantized(module, device).part(own)
+        if not is_adapter(name):
+            return read(name, device)
+
+        def matrix() -> Tensor:
+            if f"{module}.{PARTS[0]}" in whole:
+                return quantized(module, device).to(torch.float32)
+            return read(f"{module}.weight", device).to(whole[f"{module}.weight"].dtype)
+
+        return initial_adapter(name, tuple(whole[name].shape), seed, matrix)
 
     return value

@@ -123,7 +123,7 @@ def export(
         *((each.name, f"{each.stat().st_size:,} bytes") for each in sorted(folder.iterdir())),
         ("chat template", template.name if template is not None else "none"),
         *([("frozen weights", adapter.config.base)] if adapter is not None else []),
-        *(("note", note) for note in _notes(shape, tokenizer)),
+        *(("note", note) for note in _notes(shape, tokenizer) + _quantized_notes(trained, adapter)),
     ]
 
 
@@ -241,6 +241,21 @@ def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> d
             free, key=lambda number: (special.get(number, True), number not in special, number)
         )
     }
+
+
+def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:
+    """Notes on an adapter that was trained beside quantized weights."""
+    if trained.adapter is None or trained.adapter.config.quantize == "none":
+        return []
+    if adapter is None:
+        return [
+            "merged into the values of the NF4 weights that it was trained beside, not into the originals"
+        ]
+    double = trained.adapter.config.double_quantize
+    return [
+        "trained beside NF4 weights: for equal outputs load the base with BitsAndBytesConfig(load_in_4bit=True,"
+        f' bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})'
+    ]
 
 
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:

@@ -120,6 +120,7 @@ class Config:
                 " Hugging Face model, a run or a checkpoint"
             )
         parallel.check(self.model, processes, self.plan.capacity, train.dtype, train.resume != "false")
+        self.adapter.check_blocks(self.model, parallel.tensor)
         self._check_packs(processes)
         self._check_slots()
         if self.data.stream and not train.steps:

@@ -14,6 +14,7 @@ import torch
 
 import multipack
 from multipack.data.corpus import Corpus
+from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
@@ -105,13 +106,13 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
 def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
     world, config, shape = run.world, run.config, run.shape
-    parameters = meta_parameters(run.engine.shapes, run.engine.saved)
+    parameters, shapes = meta_parameters(run.engine.shapes, run.engine.saved), parameter_shapes(shape)
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
     style = f"{shape.architecture} in transformers" if shape.architecture else style
-    count = sum(parameter.numel() for parameter in parameters.values())
+    count = sum(map(math.prod, shapes.values()))
     tokenizer = run.corpus.tokenizer
     return [
         ("device", f"{world.device} ({device})"),
@@ -130,7 +131,7 @@ def header_rows(run: Trainer) -> Rows:
             f"{style}, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
-        ("parameters", f"{count:,} in fp32"),
+        ("parameters", f"{count:,}{' in fp32' if run.engine.saved is None else ''}"),
         *_adapter_rows(run),
         ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
@@ -151,7 +152,10 @@ def _adapter_rows(run: Trainer) -> Rows:
     adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
     if saved is None:
         return []
-    trained, count = sum(math.prod(shapes[name]) for name in saved), sum(map(math.prod, shapes.values()))
+    trained = sum(math.prod(shapes[name]) for name in saved)
+    count = trained + sum(
+        math.prod(shape) for name, shape in parameter_shapes(run.shape).items() if name not in saved
+    )
     kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
     matrices = sum(name.endswith(".lora_a") for name in saved)
@@ -162,8 +166,16 @@ def _adapter_rows(run: Trainer) -> Rows:
             f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{whole}:"
             f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)",
         ),
-        ("frozen weights", adapter.base),
+        ("frozen weights", adapter.base + frozen_text(run.config)),
     ]
+
+
+def frozen_text(config: Config) -> str:
+    """How the frozen matrices of adapters are held."""
+    if config.adapter.quantize == "none":
+        return "" if config.model.architecture else f", matrices in {config.train.dtype}"
+    scales = "with double quantization" if config.adapter.double_quantize else "with scales in fp32"
+    return f", matrices of blocks in NF4 {scales}"
 
 
 def _execution(config: Config) -> str:

@@ -54,7 +54,7 @@ from multipack.training.run_parts import (
 from multipack.training.schedule import rate_factor
 from multipack.training.source_files import source_files
 from multipack.training.stop_request import StopRequest
-from multipack.training.weights import adapt_weights, find_weights
+from multipack.training.weights import adapt_weights, check_base, find_weights
 
 RESULTS = ("evaluated", "best", "best_step")
 """Attributes of `Trainer` on evaluations, which a checkpoint stores."""
@@ -109,6 +109,7 @@ class Trainer(StepApplier):
         starts_from = config.train.init_from if self.resumed is None else ""
         if config.adapter.name != "none":  # frozen weights are in no checkpoint
             starts_from = config.adapter.base
+            config.adapter.base_hash = check_base(config.adapter, world)
         path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
         initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
         self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial))

@@ -10,6 +10,7 @@ that no rank of a sharded model holds the whole model.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ from multipack.models.huggingface import decoder_shape, parameter_shapes
 from multipack.models.peft_format import from_peft, peft_base
 from multipack.models.pretrained import CONFIG, open_weights
 from multipack.ops.lora import merged
+from multipack.ops.nf4 import quantize
 from multipack.parallel.world import World
-from multipack.run import find_run, is_export, is_peft, weights_folder
+from multipack.run import COMPLETE, find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
@@ -62,6 +64,9 @@ class TrainedAdapter:
             if name in self.names:
                 return self.read(name)
             module, weight = name.removesuffix(".weight"), frozen(name)
+            if self.config.quantize == "nf4" and name.startswith("blocks.") and weight.dim() == 2:
+                # What the adapters were trained beside: the original weights would give other outputs.
+                weight = quantize(weight, self.config.double_quantize).to(torch.float32)
             if name == module or f"{module}.lora_a" not in self.names:
                 return weight
             a, b = self.read(f"{module}.lora_a"), self.read(f"{module}.lora_b")
@@ -153,6 +158,7 @@ def find_weights(
     if config.name == "none":
         return TrainedWeights(folder, shape, read, tokenizer, step)
     try:
+        check_base(config, world or World())
         base = find_weights(Path(config.base), world=world, foreign=bool(shape.architecture))
         frozen, _ = adapt_weights(base, shape, tokenizer, "adapter.base")
     except (FileNotFoundError, ValueError) as error:
@@ -161,6 +167,39 @@ def find_weights(
         ) from error
     adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")))
     return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
+
+
+def check_base(config: AdapterConfig, world: World) -> str:
+    """Check that the frozen weights of adapters are those that they were trained beside; collective.
+
+    Returns:
+        A hash of the files of these weights: of names, sizes, and 256 samples of 16 KiB of each file.
+
+    Raises:
+        ValueError: the hash is not that of a run.
+    """
+    found = world.on_main(lambda: _hash_files(weights_folder(Path(config.base))))
+    if config.base_hash not in ("", found):
+        raise ValueError(
+            f"adapter.base={config.base} holds other weights than these adapters were trained beside: restore them, or"
+            " name their folder in adapter.base"
+        )
+    return found
+
+
+def _hash_files(folder: Path) -> str:
+    """A hash of the files of weights; see `check_base`."""
+    digest = hashlib.sha256(_hash_files(peft_base(folder)).encode() if is_peft(folder) else b"")
+    # The last file of a checkpoint depends on all others.
+    files = sorted(folder.glob("*.safetensors")) if is_export(folder) else [folder / COMPLETE]
+    for file in [*files, *folder.glob("*config.json")]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for number in range(256):
+                opened.seek(number * max(size - (1 << 14), 0) // 255)
+                digest.update(opened.read(1 << 14))
+    return digest.hexdigest()
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
