@@ -17,17 +17,18 @@ LEFT_OF = {
     "words": "atomic",
     "atomic": "",
     "machine": "",
+    "hub": "machine atomic",
     "shapes": "words atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
     "data": "words machine atomic shapes planning",
     "ops": "words shapes planning data",
-    "models": "words machine atomic shapes planning data ops integrations",
+    "models": "words hub machine atomic shapes planning data ops integrations",
     "parallel": "words machine atomic shapes planning data ops",
     "integrations": "words machine shapes planning data ops",
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "words machine atomic shapes run planning data",
-    "training": "words machine atomic shapes run planning data ops integrations models parallel reports",
+    "training": "words hub machine atomic shapes run planning data ops integrations models parallel reports",
     "cli": "words machine atomic shapes run planning data ops models parallel integrations reports training"
     " launch",
 }
@@ -39,6 +40,7 @@ TORCH_FREE = [
     "run.py",
     "atomic.py",
     "machine.py",
+    "hub.py",
 ]
 FLOORS = {"planning": 7, "data": 6}
 """Most modules of a room in one chain of imports."""

@@ -17,6 +17,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from multipack.atomic import read_file
+from multipack.hub import model_folder
 from multipack.models.huggingface import modules_of, parameter_shapes
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.adapter import AdapterConfig
@@ -103,6 +104,12 @@ def peft_base(folder: Path) -> Path:
     for path in (Path(name).expanduser(), folder / name):
         if name and path.is_dir():
             return path
+    try:
+        found = model_folder(name, "base_model_name_or_path")
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder / PEFT_CONFIG}: {error}") from error
+    if found.is_dir():
+        return found
     raise ValueError(
         f"{folder / PEFT_CONFIG}: base_model_name_or_path={name!r} is no folder here: download that model, and"
         " write its folder there"

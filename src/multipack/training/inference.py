@@ -16,6 +16,7 @@ from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import Tokenizer
 from multipack.data.vocabularies import read_text
+from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.huggingface import build_decoder
@@ -30,9 +31,9 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
     """Load a decoder, in evaluation mode and float32.
 
     Args:
-        path: a folder of a Hugging Face model whose family the decoder computes (config.json and safetensors), an
-            export, a run (its latest checkpoint), a checkpoint, or an adapter of peft, whose base is a folder; adapters
-            are merged into the weights.
+        path: a folder of a Hugging Face model whose family the decoder computes (config.json and safetensors), its
+            name on the hub, an export, a run (its latest checkpoint), a checkpoint, or an adapter of peft, which is
+            merged into the weights of its base.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
 
     Raises:
@@ -41,7 +42,7 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
             device is not available.
     """
     where = _device(device)
-    trained = find_weights(Path(path))
+    trained = find_weights(model_folder(str(path), "load_model"))
     return build_decoder(trained.shape, trained.state()).to(where)
 
 
@@ -53,7 +54,7 @@ def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         ValueError: see `load_model`; or there is no tokenizer.
     """
     where = _device(device)
-    trained = find_weights(path)
+    trained = find_weights(model_folder(str(path), "RUN"))
     if trained.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
     return build_decoder(trained.shape, trained.state()).to(where), trained.tokenizer

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
+from multipack.hub import model_folder
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
@@ -53,7 +54,8 @@ class ModelConfig(ModelShape):
         if name.startswith("hf:"):
             from multipack.models.foreign import foreign_shape  # imports torch
 
-            return {**foreign_shape(name.removeprefix("hf:")).to_dict(), "vocabulary_size": 0}
+            folder = str(model_folder(name.removeprefix("hf:"), "model"))
+            return {**foreign_shape(folder).to_dict(), "vocabulary_size": 0}
         if name not in SHAPES:
             return None
         return {**(ModelShape.preset(name) or {}), "vocabulary_size": 0}
@@ -331,7 +333,11 @@ def _resolve_weights(config: Config) -> Config:
 def _weights(path: str, setting: str) -> Path:
     """The folder of the weights at the path in a setting."""
     try:
-        return weights_folder(Path(path).expanduser())
+        folder = model_folder(path, setting)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return weights_folder(folder)
     except FileNotFoundError as error:
         raise ConfigError(f"{setting}={path}: {error}") from error
 

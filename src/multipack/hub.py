@@ -1,0 +1,114 @@
+"""Folders of models that are given by a path, by a name on the Hugging Face hub, or as a GGUF file.
+
+    NAME         a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
+    FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, made once
+
+Only settings, tokenizers and weights in safetensors are fetched, never code or pickled files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from multipack.atomic import atomic_folder, cache_folder, locked
+from multipack.machine import import_extra
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+"""Files that are fetched, outside of subfolders."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def model_folder(name: str, setting: str) -> Path:
+    """The local folder of a path, of a model on the hub, or of the model in a GGUF file.
+
+    Args:
+        name: a path, or a name such as `gpt2` or `Qwen/Qwen3-0.6B`; what exists as a path is one.
+        setting: where the name was given, for messages.
+
+    Returns:
+        The path, also if nothing is there and it is no possible name; or a folder in a cache.
+
+    Raises:
+        FileNotFoundError: the model is neither a path, nor whole in the cache, nor can it be downloaded.
+        ImportError: huggingface_hub, or for a GGUF file gguf or transformers, is not installed.
+        ValueError: transformers does not read the GGUF file.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _dequantized(path, f"{setting}={name}")
+    if path.exists() or not _NAME.fullmatch(name):
+        return path
+    hub = import_extra("huggingface_hub", f"{setting}={name}", "train")
+    options = {"allow_patterns": PATTERNS, "ignore_patterns": ["*/*"]}
+    try:
+        found = Path(hub.snapshot_download(name, local_files_only=True, **options))
+        if _is_whole(found):
+            return found
+    except (OSError, ValueError):  # not in the cache
+        pass
+    try:
+        found = Path(hub.snapshot_download(name, **options))
+        reason = "" if _is_whole(found) else "it has no config.json with weights in safetensors"
+    except Exception as error:  # of huggingface_hub, of its HTTP library, or of the file system
+        reason = _reason(error)
+    if not reason:
+        return found
+    from huggingface_hub import constants
+
+    raise FileNotFoundError(
+        f"{setting}={name} is no folder here, not whole in the cache of the hub ({constants.HF_HUB_CACHE}), and cannot"
+        f" be downloaded ({reason}): check the name and the network, or give a folder"
+    )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has settings and all its weights."""
+    index = folder / "model.safetensors.index.json"
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return False
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    files = set(json.loads(index.read_text())["weight_map"].values())
+    return all((folder / file).is_file() for file in files)
+
+
+def _reason(error: Exception) -> str:
+    """Why a download failed, in a few words."""
+    name = type(error).__name__
+    if name in ("RepositoryNotFoundError", "GatedRepoError"):
+        return "the hub has no such model, or wants a login: `hf auth login`"
+    if name in ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectionError"):
+        return "no network"
+    return f"{name}: {' '.join(str(error).split())[:120]}"
+
+
+def _dequantized(file: Path, where: str) -> Path:
+    """The folder of the model in a GGUF file, in float32; `where` is for messages."""
+    state = file.stat()
+    recipe = f"1 {file.resolve()} {state.st_size} {state.st_mtime_ns}"
+    folder = cache_folder() / "gguf" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
+    with locked(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            import_extra("gguf", where, "gguf")
+            library = import_extra("transformers", where, "gguf")
+            library.logging.set_verbosity_error()
+            library.logging.disable_progress_bar()
+            given = {"gguf_file": file.name, "local_files_only": True}
+            weights = {"dtype": "float32", "output_loading_info": True}
+            if hasattr(library, "GgufConfig"):  # others always dequantize
+                weights["quantization_config"] = library.GgufConfig(dequantize=True)
+            try:
+                model, report = library.AutoModelForCausalLM.from_pretrained(file.parent, **given, **weights)
+                tokenizer = library.AutoTokenizer.from_pretrained(file.parent, **given)
+            except Exception as error:  # of several libraries
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"{where}: transformers reads no model from it ({reason})") from error
+            if missing := sorted(report["missing_keys"]):
+                raise ValueError(f"{where}: the file lacks {missing[0]} ({len(missing)} tensors in all)")
+            with atomic_folder(folder) as partial:
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+    return folder
