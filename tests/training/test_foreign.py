@@ -1,5 +1,7 @@
 """Models of transformers in our trainer (`model=hf:FOLDER`), compared with transformers' own passes."""
 
+import json
+import math
 import shutil
 
 import pytest
@@ -115,6 +117,18 @@ def test_adapters_train_and_peft_loads_them(tmp_path):
     assert changed == {f"model.layers.{n}.self_attn.{m}.weight" for n in (0, 1) for m in ("q_proj", "o_proj")}
 
 
+def test_preferences_train(tmp_path):
+    save_model("mixtral", tmp_path / "base")
+    words = run_words(tmp_path, tmp_path / "base")
+    file = tmp_path / "documents.jsonl"
+    pairs = [{"prompt": "ab" * (n % 3 + 1), "chosen": "c" * 5, "rejected": "d" * 6} for n in range(40)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    train(compose_run([*words, f"out={tmp_path / 'run'}"]))
+    _, losses = result(tmp_path / "run")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the reference is the model itself
+    assert losses[-1] < losses[0]
+
+
 def test_a_folder_without_weights_starts_with_random_ones(tmp_path):
     save_model("mixtral", tmp_path / "base")
     (tmp_path / "base" / "model.safetensors").unlink()
@@ -142,6 +156,7 @@ def test_a_model_that_mixes_documents_is_refused_with_the_reason(tmp_path):
         (["train.tiles=2"], "train.tiles=2 is not supported"),
         (["train.compile=true"], "train.compile=true is not supported"),
         (["model.attention=dense"], "model.attention=dense is not supported"),
+        (["preference.loss=reward"], "preference.loss=reward needs a head of scores"),
         (["model.layers=3"], "model.layers=3 has no effect .*config.json says 2"),
     ],
 )

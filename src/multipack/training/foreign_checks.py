@@ -44,6 +44,8 @@ def check_settings(config: Any) -> None:
     ):
         if given not in (instead, "auto"):
             raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")
+    if config.preference.loss == "reward":
+        raise ValueError(f"preference.loss=reward needs a head of scores, which is not supported {where}")
     own, values = foreign_shape(model.architecture).to_dict(), config.shape_with(0).to_dict()
     if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
         raise ValueError(
