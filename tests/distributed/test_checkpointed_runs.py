@@ -109,3 +109,19 @@ def _resumed(world):
 
 def test_optimizer_state_that_one_stage_lacks_is_an_error_on_all_ranks(pools):
     pools(2).run(_resumed)
+
+
+@pytest.mark.slow
+def test_eight_bit_moments_continue_on_other_meshes(pools, words, tmp_path):
+    """Codes and scales that two ranks of ZeRO-3 saved are those of one process, but for noise of rounding."""
+    steady = [word for word in words if not word.startswith("train.steps")]
+    steady += ["optimizer.name=adamw_8bit", "model.vocabulary_size=263", "optimizer.decay_steps=4"]
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    train(compose([*steady, "train.steps=4", f"out={whole}"]))
+    pools(2).run(tiny.train_here, [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"], cache)
+    saved = load_checkpoint(RunDirectory(parts).latest_checkpoint()).source
+    codes, scales = (saved.tensor("optimizer", f"embedding.weight.exp_avg{end}") for end in ("", "_scale"))
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.float8_e4m3fn, (263, 64), (263, 1))
+    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4", "parallel.data=ddp"]))
+    losses = [[r["loss"] for r in RunDirectory(out).records() if "loss" in r] for out in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)

@@ -138,7 +138,8 @@ def check(pool, words, name, optimizer, steps=2, adapter=""):
     losses, norms, validation, weights = alone(*arguments[:-1], reference)
     outcomes = pool.run(case, words, *arguments)
     for found in (outcomes[0], outcomes[-1]):
-        rounding = 20 if optimizer == "muon" else 1  # it orthogonalizes in bfloat16
+        # Muon orthogonalizes in bfloat16; noise of rounded moments differs with the shards.
+        rounding = {"muon": 20, "adamw_bf16": 20, "adamw_8bit": 60}.get(optimizer, 1)
         np.testing.assert_allclose(found[0], losses, rtol=1e-5 * rounding)
         np.testing.assert_allclose(found[1], norms, rtol=1e-4 * rounding)
         np.testing.assert_allclose(found[2], validation, rtol=1e-5 * rounding)
@@ -239,6 +240,25 @@ SLOW_MUON = [*((2, ALONE[number]) for number in (0, 2, 5, 6)), (4, PAIRS[1]), (4
 )
 def test_muon(pools, ranks, words, name):
     check(pools(ranks), words, name, "muon")
+
+
+COMPACT = [
+    (2, {"data": "zero3"}, "adamw_8bit"),
+    *((2, {"data": data}, "adamw_8bit") for data in ("zero1", "zero2")),
+    (2, {"data": "zero3", "offload": "cpu"}, "adamw_8bit"),
+    (4, {"data": "hsdp", "pipeline": 2}, "adamw_8bit"),
+    (2, {"data": "zero1"}, "adamw_bf16"),
+    (4, {"data": "zero3", "tensor": 2}, "adamw_bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "optimizer"),
+    [COMPACT[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPACT[1:])],
+    ids=str,
+)
+def test_compact_moments(pools, ranks, words, optimizer):
+    check(pools(ranks), words, "llama", optimizer, steps=3)
 
 
 @pytest.mark.parametrize("words", [FOUR[number] for number in (4, 5, 6, 8)], ids=label)

@@ -86,7 +86,19 @@ def test_one_device_is_offered_recomputation_smaller_packs_and_offload():
     nothing = advised("model=llama-8b", "devices=1", "memory=4GiB")
     assert nothing.chosen is None
     assert all(answer.startswith("no: at least") for _, answer in nothing.path)
-    assert len(nothing.path) == 3
+    assert len(nothing.path) == 4
+
+
+def test_smaller_states_come_before_offload():
+    advice = advised("model=llama-1b", "devices=1", "memory=24GiB")  # all weights are trained
+    assert advice.chosen.config.offload == "none"
+    assert advice.chosen.optimizer == "adamw_bf16"
+    assert "optimizer.name=adamw_bf16" in advice.command
+    assert advice.path[-1][0].startswith("Do smaller optimizer states fit")
+    fewer = advised("model=llama-1b", "devices=1", "memory=20GiB")
+    assert fewer.chosen.optimizer == "adamw_8bit"
+    fixed = advised("model=llama-1b", "devices=1", "memory=24GiB", "optimizer=adamw")
+    assert fixed.chosen.config.offload == "cpu"
 
 
 def test_links_and_pipelines_change_estimated_times():
@@ -204,6 +216,6 @@ def test_json_and_models_of_hugging_face(run, tmp_path):
 
 def test_commands_of_the_page_run(run):
     commands = re.findall(r"^multipack advise (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         assert run(*command.split()).exit_code == 0

@@ -117,10 +117,11 @@ def test_parameters_are_those_of_the_decoder():
 
 
 def test_state_is_exact_after_a_step():
-    for shape in SHAPES_.values():
+    wide = ModelShape(1, 2, 2, 256, 512, vocabulary_size=320, context=512)
+    for shape in (*SHAPES_.values(), wide):
         model = decoder(shape)
         loss_of(model, "fp32").backward()
-        for name in ("adamw", "muon"):
+        for name in ("adamw", "muon", "adamw_bf16"):
             optimizer = build_optimizer(model, OptimizerConfig(name=name))
             optimizer.step()
             found = memory(shape, optimizer=name)
@@ -128,6 +129,12 @@ def test_state_is_exact_after_a_step():
             assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
             slots = [value for slots in optimizer.state.values() for value in slots.values() if value.dim()]
             assert found.optimizer == sum(each.nbytes for each in slots)
+    optimizer = build_optimizer(model, OptimizerConfig(name="adamw_8bit"))
+    optimizer.step()
+    held = sum(each.nbytes for slots in optimizer.state.values() for each in slots.values())
+    assert memory(wide, optimizer="adamw_8bit").optimizer == pytest.approx(
+        held, rel=0.01
+    )  # norms have float32
 
 
 def test_chunks_of_logits_are_those_of_the_loss():

@@ -90,7 +90,14 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
 
 
 @pytest.mark.parametrize(
-    "more", [CALLBACKS, ["optimizer.name=muon", "train.loss_weighting=document"]], ids=["adamw", "muon"]
+    "more",
+    [
+        CALLBACKS,
+        ["optimizer.name=muon", "train.loss_weighting=document"],
+        ["optimizer.name=adamw_8bit"],
+        pytest.param(["optimizer.name=adamw_bf16"], marks=pytest.mark.slow),
+    ],
+    ids=["adamw", "muon", "8bit", "bf16"],
 )
 def test_resuming_is_bit_for_bit(words, tmp_path, files, changed, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

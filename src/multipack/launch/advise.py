@@ -43,6 +43,7 @@ QUESTIONS = {
     "tensor": "Is a layer too large, or the link within a host fast enough to divide every matrix?",
     "pipeline": "Are links slow? The stages of a pipeline send least.",
     "together": "Does it take several of these together?",
+    "states": "Do smaller optimizer states fit (moments in bfloat16, or in 8 bits)?",
 }
 """Family of parallelism → question that it answers; the smallest change to a model first."""
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
@@ -70,8 +71,8 @@ class AdviseRequest:
     """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
     dtype: Dtype = "bf16"
     """Precision of forward passes: train.dtype."""
-    optimizer: OptimizerName = "adamw"
-    """Optimizer, which determines the bytes of its state: optimizer.name."""
+    optimizer: Literal["auto", OptimizerName] = "auto"
+    """optimizer.name; auto = adamw, or adamw_bf16 or adamw_8bit, whose states are smaller, where only these fit."""
     document_tokens: int = 1024
     """Tokens of a typical document, which determine the cost of attention."""
     reserve: float = 0.1
@@ -151,13 +152,18 @@ class Candidate:
     config: ParallelConfig
     recompute: Recompute
 
+    @property
+    def optimizer(self) -> OptimizerName:
+        """`optimizer.name`."""
+        return "adamw" if self.request.optimizer == "auto" else self.request.optimizer
+
     @cached_property
     def work(self) -> Workload:
         """The workload of a step; a pipeline may need more micro-batches than requested."""
         request, config = self.request, self.config
         micro_batches = fit_micro_batches(config, request.micro_batches * config.model_ranks)
         step = (request.devices, request.capacity, request.dtype, self.recompute, micro_batches)
-        return Workload(request.model, config, *step, optimizer=request.optimizer)
+        return Workload(request.model, config, *step, optimizer=self.optimizer)
 
     @property
     def packs(self) -> int:
@@ -225,7 +231,8 @@ class Candidate:
     def name(self) -> str:
         """The parallelism as text, as in the header of a run."""
         packs = f", {self.packs} packs of {self.request.capacity:,}" if self.request.devices == 1 else ""
-        return self.config.text(self.request.devices) + packs
+        optimizer = f", {self.optimizer}" if self.optimizer != "adamw" else ""
+        return self.config.text(self.request.devices) + packs + optimizer
 
     @property
     def words(self) -> list[str]:
@@ -234,7 +241,7 @@ class Candidate:
         parallel = changed_words("parallel", self.config, ParallelConfig()) or ["parallel.data=ddp"]
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
         train = [f"train.dtype={request.dtype}", f"train.recompute={self.recompute}"]
-        train += [f"optimizer.name={request.optimizer}"] if request.optimizer != "adamw" else []
+        train += [f"optimizer.name={self.optimizer}"] if self.optimizer != "adamw" else []
         return [*model_words(request.model), *plan, *parallel, *train]
 
     def to_dict(self) -> dict[str, Any]:
@@ -289,14 +296,16 @@ def advise(request: AdviseRequest) -> Advice:
         everything += smaller_packs(request)
     # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
     resident = [each for each in everything if each.config.offload == "none"]
-    chosen = _simplest(resident) or _simplest(everything)
+    chosen = _simplest(resident)
+    smaller = list(smaller_states(request)) if chosen is None else []
+    chosen = chosen or _simplest(smaller) or _simplest(everything)
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
 
     families = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
     families["packs"] = [each for each in families["ddp"] if each.request is not request]
     families["ddp"] = [each for each in families["ddp"] if each.request is request]
-    for family, members in (families | {"offload": everything}).items():
+    for family, members in (families | {"states": smaller, "offload": everything}).items():
         if not members or (family == "offload" and (chosen in rows or resident == everything)):
             continue
         best = chosen if chosen in members else _simplest(members)
@@ -309,6 +318,17 @@ def advise(request: AdviseRequest) -> Advice:
             shown = [each for each in members if each.config.offload != "none"]
         rows += [row for row in shown if row not in rows]
     return Advice(request, path, chosen, rows)
+
+
+def smaller_states(request: AdviseRequest) -> Iterator[Candidate]:
+    """Yield candidates without offload whose moments are bfloat16 and, if none of them fits, of 8 bits."""
+    kinds: list[OptimizerName] = ["adamw_bf16", "adamw_8bit"] if request.optimizer == "auto" else []
+    for kind in kinds:
+        made = list(candidates(replace(request, optimizer=kind)))
+        resident = [each for each in made if each.config.offload == "none"]
+        yield from resident
+        if any(each.fits for each in resident):
+            return
 
 
 def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
@@ -336,6 +356,8 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):
         data, remainder = divmod(devices, tensor * context * pipeline)
+        if tensor > 1 and request.optimizer == "adamw_8bit":  # has scales of neighboring columns
+            continue
         if remainder or (context > 1 and request.capacity // context < MIN_SLOTS_PER_RANK):
             continue
         methods: list[ContextMethod] = ["ulysses", "ring"] if context > 1 else ["ulysses"]

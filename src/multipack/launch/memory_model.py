@@ -16,12 +16,14 @@ from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 Recompute = Literal["none", "selective", "full"]
 """Activation checkpointing, fastest first, and with the least memory last."""
 
 FLOAT32 = 4
 """Bytes of an element of parameters, gradients, moments and exact sums."""
+STATE_BYTES: dict[OptimizerName, float] = {"adamw": 8, "muon": 8, "adamw_bf16": 4, "adamw_8bit": 2 + 8 / 256}
+"""Bytes of two moments of an element; those of 8 bits have a scale for 256 elements (training/compact_adamw.py)."""
 LOSS_CHUNK_TOKENS = 1024
 """Number of rows whose logits exist at a time on a CPU, and the minimum on a GPU (ops/logits.py)."""
 LOSS_CHUNK_BYTES = 2**30
@@ -71,7 +73,7 @@ class Workload:
         dtype, recompute: dtype of matrix products, and activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
-        optimizer: AdamW has two moments per parameter, and Muon one for the matrices of blocks.
+        optimizer: AdamW has two moments per parameter, of 4, 2 or 1 bytes, and Muon one for the matrices of blocks.
     """
 
     shape: ModelShape
@@ -181,14 +183,15 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     block = block_parameters(shape, config.tensor)
     outside = outside_parameters(shape, part, config.tensor)
     held = part.layers * block + outside
-    shards, moments = divided["parameters"], 2 * held
+    shards = divided["parameters"]
+    each = STATE_BYTES[work.optimizer]
+    states = each * held
     if work.optimizer == "muon":
-        moments -= part.layers * shape.layer_parameters // config.tensor
-    moments //= divided["optimizer"]
+        states -= FLOAT32 * (part.layers * shape.layer_parameters // config.tensor)
+    optimizer = int(states // divided["optimizer"])
     if config.strategy.divides_optimizer:  # by whole tensors
-        moments = max(moments, 2 * _largest_tensor(shape, config.tensor))
+        optimizer = max(optimizer, int(each * _largest_tensor(shape, config.tensor)))
     parameters = gradients = FLOAT32 * held // shards
-    optimizer = FLOAT32 * moments
     host = 0
     if config.offload == "cpu":
         host = parameters + gradients + optimizer

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, or Muon for matrices of blocks; parameters are grouped by their dimensions and by rules.
+"""Optimizers: AdamW, its kinds with compact moments, or Muon for matrices of blocks; rules group parameters.
 
     'optimizer.rules=[embedding lr=0.5, *.bias lr=2 weight_decay=0, blocks.0 freeze]'
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multipack.training.compact_adamw import CompactAdamW, Moments
 from multipack.training.rules import Rule, read_rule, unused_message
 from multipack.training.settings import OptimizerConfig
 
@@ -58,7 +60,7 @@ def parameter_options(
             used.add(rule)
             scale, frozen = rule.lr_scale, frozen or rule.freeze
             decay = decay if rule.weight_decay is None else rule.weight_decay
-        matrix = config.name != "adamw" and parameter.dim() == 2 and name.startswith("blocks.")
+        matrix = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
         found[name] = (
             ParameterOptions(1.0, 0.0, True) if frozen else ParameterOptions(scale, decay, False, matrix)
         )
@@ -126,19 +128,20 @@ def build_optimizer(
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     config = replace(config, lr=max(config.lr, 0.0))  # the engine sets the rate of each step
-    groups: dict[ParameterOptions, list[nn.Parameter]] = {}
+    groups: dict[ParameterOptions, list[str]] = {}
     for name, treatment in freeze(named, config, whole).items():
         if named[name].requires_grad:
-            groups.setdefault(treatment, []).append(named[name])
+            groups.setdefault(treatment, []).append(name)
     described = [
         {
-            "params": parameters,
+            "params": [named[name] for name in names],
+            "names": names,
             "weight_decay": treatment.weight_decay,
             "lr": config.lr * treatment.lr_scale,
             "lr_scale": treatment.lr_scale,
             "is_matrix": treatment.is_matrix,
         }
-        for treatment, parameters in groups.items()
+        for treatment, names in groups.items()
     ]
     _, build = OPTIMIZERS[config.name]
     return build(described, config)
@@ -177,8 +180,19 @@ def _muon(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.op
     return CombinedOptimizer([muon, _adamw(others, config)])
 
 
+def _compact(
+    moments: Moments, groups: Sequence[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    return CompactAdamW(groups, moments, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
 Builder = Callable[[Sequence[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, tuple[str, Builder]] = {"adamw": ("AdamW", _adamw), "muon": ("Muon", _muon)}
+OPTIMIZERS: dict[str, tuple[str, Builder]] = {
+    "adamw": ("AdamW", _adamw),
+    "adamw_bf16": ("AdamW with bfloat16 moments", partial(_compact, "bf16")),
+    "adamw_8bit": ("AdamW with 8-bit moments", partial(_compact, "8bit")),
+    "muon": ("Muon", _muon),
+}
 """`optimizer.name` → name of the algorithm, and a function of parameter groups and settings."""
 
 
@@ -213,5 +227,5 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
         for kind, names in kinds.items()
         if names or kind in ("decayed", "not decayed")
     ]
-    name = algorithm if config.name == "adamw" else f"{algorithm} and AdamW"
+    name = f"{algorithm} and AdamW" if config.name == "muon" else algorithm
     return f"{name}; " + "; ".join(counted)

@@ -141,6 +141,11 @@ class Config:
                 f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
                 " host: use parallel.offload=none, or optimizer.name=adamw"
             )
+        if self.optimizer.name == "adamw_8bit" and parallel.tensor > 1:
+            raise ValueError(
+                f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
+                f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
+            )
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"

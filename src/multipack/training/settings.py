@@ -141,8 +141,8 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """AdamW for all parameters, or Muon for the matrices of blocks with AdamW for the rest."""
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
+    """AdamW, also with moments in bfloat16 or 8 bits, or Muon for the matrices of blocks with AdamW for the rest."""
     lr: float = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: float = -1.0
@@ -201,6 +201,10 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
                 f" that optimizer.lr was found with, got {self.reference_tokens}"
+            )
+        if self.fused == "true" and self.name.startswith("adamw_"):
+            raise ValueError(
+                f"optimizer.fused=true: {self.name} has no fused kernel; use optimizer.fused=auto"
             )
         for text in self.rules:
             read_rule(text)
