@@ -52,7 +52,7 @@ def test_commands_have_legal_options():
 def test_settings_in_commands_are_legal():
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
     from multipack.cli.plan_settings import PackCommand, PlanCommand
-    from multipack.launch.advise import AdviseRequest
+    from multipack.launch.advise_request import AdviseRequest
     from multipack.training.run_config import compose
     from multipack.words import merge
 

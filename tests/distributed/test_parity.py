@@ -4,6 +4,7 @@ Four packs of unequal target counts make a global step, or as many as there are 
 """
 
 import functools
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -118,7 +119,8 @@ def run(mesh, config, shape, optimizer, steps, count, adapter=""):
 
 
 def case(world, words, *arguments):
-    config = ParallelConfig(**words)
+    folder = {"offload_folder": tempfile.gettempdir()} if words.get("offload") == "disk" else {}
+    config = ParallelConfig(**words, **folder)
     config.check(arguments[0], world.size, SLOTS)
     found = run(build_mesh(config, world), config, *arguments)
     return found if world.rank in (0, world.size - 1) else None
@@ -226,6 +228,19 @@ def test_every_method_alone_on_two_ranks(pools, words):
     check(pools(2), words, "llama", "adamw")
 
 
+DISK = [
+    *({"data": data, "offload": "disk"} for data in ("ddp", "zero1", "zero2", "zero3")),
+    {"data": "ddp", "offload": "disk", "pipeline": 2},
+    {"data": "hsdp", "offload": "disk", "tensor": 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", DISK, ids=label)
+def test_files_on_ranks(pools, words):
+    check(pools(4 if "tensor" in words else 2), words, "llama", "adamw")
+
+
 SLOW_MUON = [*((2, ALONE[number]) for number in (0, 2, 5, 6)), (4, PAIRS[1]), (4, PAIRS[4]), (4, FOUR[4])]
 
 
@@ -243,7 +258,7 @@ def test_muon(pools, ranks, words, name):
 
 
 COMPACT = [
-    (2, {"data": "zero3"}, "adamw_8bit"),
+    (2, {"data": "zero3", "offload": "disk"}, "adamw_8bit"),
     *((2, {"data": data}, "adamw_8bit") for data in ("zero1", "zero2")),
     (2, {"data": "zero3", "offload": "cpu"}, "adamw_8bit"),
     (4, {"data": "hsdp", "pipeline": 2}, "adamw_8bit"),

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.launch.advise import CLOSE, AdviseRequest, Candidate, advise, candidates, model_words
+from multipack.launch.advise import CLOSE, Candidate, advise, candidates, model_words
+from multipack.launch.advise_request import AdviseRequest
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES
 from multipack.training.run_config import compose
@@ -99,6 +100,16 @@ def test_smaller_states_come_before_offload():
     assert fewer.chosen.optimizer == "adamw_8bit"
     fixed = advised("model=llama-1b", "devices=1", "memory=24GiB", "optimizer=adamw")
     assert fixed.chosen.config.offload == "cpu"
+
+
+def test_what_exceeds_the_memory_of_the_host_goes_to_files():
+    words = ("model=llama-8b", "devices=1", "memory=40GiB", "host_memory=64GiB")
+    advice = advised(*words)
+    assert advice.chosen.config.offload == "disk"
+    assert "30 GiB in the memory of each host, 90 GiB in files" in advice.path[-1][1]
+    assert "parallel.offload=disk parallel.offload_folder=FOLDER" in advice.command
+    assert advised(*words[:3], "host_memory=256GiB").chosen.config.offload == "cpu"
+    assert advised(*words[:3], "host_memory=16GiB").chosen is None
 
 
 def test_links_and_pipelines_change_estimated_times():

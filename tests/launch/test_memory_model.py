@@ -209,6 +209,10 @@ def test_zero_divides_state():
     resident = memory(LLAMA, ranks=4, data="zero3")
     assert (offloaded.parameters, offloaded.gradients, offloaded.optimizer) == (0, 0, 0)
     assert offloaded.host == resident.parameters + resident.gradients + resident.optimizer
+    files = memory(LLAMA, ranks=4, data="zero3", offload="disk", offload_folder="x")
+    assert (files.host, files.disk) == (resident.gradients, resident.parameters + resident.optimizer)
+    state = memory(LLAMA, ranks=4, data="zero2", offload="disk", offload_folder="x")
+    assert (state.parameters, state.optimizer, state.disk) == (resident.parameters, 0, resident.optimizer)
 
 
 def test_axes_divide_activations():

@@ -22,7 +22,9 @@ def advise(
         argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …"),
     ] = None,
     as_json: Json = False,
-    settings: Annotated[bool, settings_option("AdviseRequest", module="multipack.launch.advise")] = False,
+    settings: Annotated[
+        bool, settings_option("AdviseRequest", module="multipack.launch.advise_request")
+    ] = False,
 ) -> None:
     """Recommend a parallelism for a model and its devices.
 
@@ -36,8 +38,8 @@ def advise(
     host_bandwidth, network_bandwidth) only rank candidates.
     `multipack advise --settings` lists all settings.
     """
-    from multipack.launch.advise import AdviseRequest
     from multipack.launch.advise import advise as find_advice
+    from multipack.launch.advise_request import AdviseRequest
     from multipack.reports.console import Console
     from multipack.words import merge
 

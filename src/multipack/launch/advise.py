@@ -7,15 +7,14 @@ fastest. These times only rank candidates; they do not predict the time of a ste
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from multipack.launch.advise_request import AdviseRequest
 from multipack.launch.memory_model import (
-    Dtype,
     Memory,
     OptimizerName,
     Recompute,
@@ -24,7 +23,14 @@ from multipack.launch.memory_model import (
     model_parameters,
 )
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.parallel_config import DATA_STRATEGIES, ContextMethod, Data, ParallelConfig, Schedule
+from multipack.parallel.parallel_config import (
+    DATA_STRATEGIES,
+    ContextMethod,
+    Data,
+    Offload,
+    ParallelConfig,
+    Schedule,
+)
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES, ModelShape
@@ -46,94 +52,8 @@ QUESTIONS = {
     "states": "Do smaller optimizer states fit (moments in bfloat16, or in 8 bits)?",
 }
 """Family of parallelism → question that it answers; the smallest change to a model first."""
-LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
-"""Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
-100 Gbit/s Ethernet for eight), as achieved by collectives."""
-TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
-"""Assumed TFLOP/s of matrix products on a device: 40 % of an H100's peak (fp32: as TF32)."""
-
-
-@dataclass
-class AdviseRequest:
-    """What to train, and on which devices."""
-
-    devices: int = 8
-    """Number of devices (processes)."""
-    devices_per_host: int = 8
-    """Devices of a host, which share the faster link."""
-    memory: str = "80GiB"
-    """Memory of a device: a number and GiB, GB, MiB, MB or TiB."""
-    link: Literal["fast", "slow"] = "fast"
-    """fast = NVLink and InfiniBand, slow = PCIe and shared Ethernet; the assumed bandwidths are printed."""
-    capacity: int = 8192
-    """Slots of a pack, at least the longest document: plan.capacity."""
-    micro_batches: int = 4
-    """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
-    dtype: Dtype = "bf16"
-    """Precision of forward passes: train.dtype."""
-    optimizer: Literal["auto", OptimizerName] = "auto"
-    """optimizer.name; auto = adamw, or adamw_bf16 or adamw_8bit, whose states are smaller, where only these fit."""
-    document_tokens: int = 1024
-    """Tokens of a typical document, which determine the cost of attention."""
-    reserve: float = 0.1
-    """Share of the memory reserved for the allocator, CUDA and NCCL."""
-    teraflops: float = 0.0
-    """TFLOP/s of matrix products on a device; 0 = 400 in bf16 and fp16, 200 in fp32."""
-    host_bandwidth: float = 0.0
-    """GB/s that a device sends within its host; 0 = given by link."""
-    network_bandwidth: float = 0.0
-    """GB/s that a device sends to other hosts; 0 = given by link."""
-    model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        least = dict.fromkeys(("devices", "devices_per_host", "micro_batches", "document_tokens"), 1)
-        least |= {"capacity": 2, "teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve} must be in [0, 1)")
-        self.devices_per_host = min(self.devices_per_host, self.devices)
-        if self.devices % self.devices_per_host:
-            near = max(1, round(self.devices / self.devices_per_host)) * self.devices_per_host
-            raise ValueError(
-                f"devices={self.devices} is not a multiple of devices_per_host={self.devices_per_host}: use"
-                f" devices={near}, or another devices_per_host"
-            )
-        if not self.usable:
-            raise ValueError(f"memory={self.memory}: write a number and a unit, such as memory=80GiB")
-
-    @property
-    def usable(self) -> float:
-        """Bytes of a device that a run may use."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", self.memory.strip())
-        if found is None:
-            return 0.0
-        unit = (1024.0 if found[3] else 1000.0) ** (1 + "KMGT".index(found[2]))
-        return (1 - self.reserve) * float(found[1]) * unit
-
-    @property
-    def speeds(self) -> tuple[float, float, float]:
-        """Assumed FLOP/s of a device, and bytes/s that it sends within its host and to other hosts."""
-        inside, outside = LINKS[self.link]
-        flops = 1e12 * (self.teraflops or TERAFLOPS[self.dtype])
-        return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
-
-    def check_model(self) -> None:
-        """Check that the model can be trained and that its vocabulary is known."""
-        shape = self.model
-        for name in ("experts", "kv_rank"):
-            if getattr(shape, name):
-                raise ValueError(
-                    f"model.{name}={getattr(shape, name)}: this model serves planning only and cannot be trained; use"
-                    " one without experts and latent attention"
-                )
-        if not shape.vocabulary_size:
-            raise ValueError(
-                "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
-                " example model.vocabulary_size=50257"
-            )
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+"""Values of `parallel.offload`, fastest first."""
 
 
 def model_words(shape: ModelShape) -> list[str]:
@@ -177,8 +97,11 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the usable memory of a device."""
-        return self.memory.peak <= self.request.usable
+        """Whether the peak is at most the usable memory of a device, and what is offloaded that of a host."""
+        request, memory = self.request, self.memory
+        return (
+            memory.peak <= request.usable and memory.host * request.devices_per_host <= request.usable_on_host
+        )
 
     @cached_property
     def traffic(self) -> list[Traffic]:
@@ -225,7 +148,7 @@ class Candidate:
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = list(DATA_STRATEGIES).index(config.data)
         unusual = (config.context_method == "ring") + (config.schedule == "interleaved")
-        return (list(QUESTIONS).index(self.family), config.offload == "cpu", axes, stage, unusual)
+        return (list(QUESTIONS).index(self.family), OFFLOADS.index(config.offload), axes, stage, unusual)
 
     @property
     def name(self) -> str:
@@ -347,9 +270,11 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
 
     For one device each kind of activation checkpointing is a candidate, and offload to its host.
     """
+    # Muon multiplies whole matrices on the device.
+    kinds = OFFLOADS[1 : 1 if request.optimizer == "muon" else 3 if request.host_memory else 2]
     if request.devices == 1:
-        offloaded = ParallelConfig("zero3", offload="cpu")
-        for config in (ParallelConfig(), *([offloaded] if request.optimizer != "muon" else [])):
+        offloaded = [_offloaded(ParallelConfig("zero3"), kind) for kind in kinds]
+        for config in (ParallelConfig(), *offloaded):
             yield from (Candidate(request, config, kind) for kind in get_args(Recompute))
         return
     devices, host = request.devices, request.devices_per_host
@@ -367,8 +292,7 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             config = ParallelConfig(stage, 0, tensor, context, method, pipeline, schedule)
             variants = [config]
             if stage == "zero3":
-                if request.optimizer != "muon":  # which multiplies whole matrices on the device
-                    variants.append(replace(config, offload="cpu"))
+                variants += [_offloaded(config, kind) for kind in kinds]
                 shards = host // (tensor * context)
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
@@ -379,6 +303,10 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
                     continue
                 tried = [Candidate(request, variant, kind) for kind in get_args(Recompute)]
                 yield next((each for each in tried if each.fits), tried[-1])
+
+
+def _offloaded(config: ParallelConfig, kind: Offload) -> ParallelConfig:
+    return replace(config, offload=kind, offload_folder="FOLDER" if kind == "disk" else "")
 
 
 def _simplest(among: list[Candidate]) -> Candidate | None:
@@ -397,5 +325,7 @@ def _answer(best: Candidate, chosen: Candidate | None) -> str:
     if best is not chosen:
         sent = sum(row.sent for row in best.traffic) / GIB
         return f"it fits ({needs}), but is slower: links or idle ranks; a rank sends {sent:,.1f} GiB per step"
-    host = best.memory.host * best.request.devices_per_host / GIB
-    return f"yes: {needs}" + (f"; {host:,.0f} GiB in the memory of each host, and steps wait" if host else "")
+    host, disk = (size * best.request.devices_per_host / GIB for size in (best.memory.host, best.memory.disk))
+    files = f", {disk:,.0f} GiB in files" if disk else ""
+    offloaded = f"; {host:,.0f} GiB in the memory of each host{files}, and steps wait"
+    return f"yes: {needs}" + (offloaded if host else "")

@@ -44,7 +44,7 @@ class Memory:
         activations: tensors saved by blocks, embedding and last norm for all micro-batches in flight.
         loss: tensors saved by the loss: gradients of the hidden states and of the output matrix.
         temporary: temporary tensors of the loss or of a block's backward pass, minus memory that is freed before.
-        host: shards in host memory with offload; not part of `peak`.
+        host, disk: shards in host memory and in files with offload; not part of `peak`.
     """
 
     parameters: int
@@ -56,11 +56,12 @@ class Memory:
     loss: int
     temporary: int
     host: int = 0
+    disk: int = 0
 
     @property
     def peak(self) -> int:
         """Maximum number of bytes on the device."""
-        return sum(value for name, value in vars(self).items() if name != "host")
+        return sum(value for name, value in vars(self).items() if name not in ("host", "disk"))
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,11 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     if config.strategy.divides_optimizer:  # by whole tensors
         optimizer = max(optimizer, int(each * _largest_tensor(shape, config.tensor)))
     parameters = gradients = FLOAT32 * held // shards
-    host = 0
-    if config.offload == "cpu":
-        host = parameters + gradients + optimizer
+    host = disk = 0
+    if config.offload == "disk":
+        disk, optimizer = optimizer + parameters * config.offloads_parameters, 0
+    if config.offloads_parameters:
+        host = gradients + optimizer + parameters * (config.offload == "cpu")
         parameters = gradients = optimizer = 0
     if config.pipeline > 1:  # gradients are reduced once a step
         gradients = FLOAT32 * held
@@ -219,7 +222,11 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         # Autograd runs older operations last: in the second micro-batch, the casts of all gradients of copies.
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)
-    return Memory(parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host)
+    if disk and not config.offloads_parameters:  # on the device, a tensor's state while it is updated
+        temporary = max(temporary, int(each * _largest_tensor(shape, config.tensor)) - activations - loss)
+    return Memory(
+        parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host, disk
+    )
 
 
 def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share, whole_pack
 from multipack.parallel.fsdp import shard
+from multipack.parallel.mapped import MappedFiles, MappedOptimizer
 from multipack.parallel.materialize import Source, materialize
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -91,6 +92,9 @@ def build_engine(
     Raises:
         ValueError: the strategies cannot be applied to this model.
     """
+    files = MappedFiles(config.offload_folder, mesh.world.rank) if config.offload == "disk" else None
+    if files is not None:
+        optimizer = _mapped(optimizer, files)
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
         # Every rank holds the whole model.
         with torch.device("meta") if blueprint.from_main else mesh.world.device:
@@ -105,7 +109,8 @@ def build_engine(
         _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
     ]
     modules, share = [module for module, _ in built], built[0][1]
-    _fill(blueprint, modules, mesh.world, torch.device("cpu") if config.offload == "cpu" else None)
+    host = torch.device("cpu") if config.offloads_parameters else None
+    _fill(blueprint, modules, mesh.world, host, files.empty_like if files is not None and host else None)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
     options: dict[str, Any] = {
@@ -135,10 +140,15 @@ def build_engine(
 
 
 def _fill(
-    blueprint: Blueprint, modules: list[nn.Module], world: World, device: torch.device | None = None
+    blueprint: Blueprint,
+    modules: list[nn.Module],
+    world: World,
+    device: torch.device | None = None,
+    empty_like: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Give modules on the meta device their initial weights; collective."""
     options: dict[str, Any] = {"dtypes": blueprint.dtypes, "from_main": blueprint.from_main}
+    options["empty_like"] = empty_like
     materialize(modules, blueprint.initial, blueprint.shapes, world, device, **options)
 
 
@@ -194,9 +204,14 @@ def _apply_strategies(
             mesh.axis("dp_replicate", "dp_shard") if in_groups else mesh.axis("dp_shard"),
             reshard=not config.strategy.keeps_gathered,
             dtype=dtype if config.shards_parameters else torch.float32,
-            offload=config.offload == "cpu",
+            offload=config.offloads_parameters,
+            pin=config.offload == "cpu",
         )
     return model, share
+
+
+def _mapped(factory: OptimizerFactory, files: MappedFiles) -> OptimizerFactory:
+    return lambda parameters: MappedOptimizer(factory(parameters), files)
 
 
 def _optimizer(

@@ -40,6 +40,7 @@ def shard(
     reshard: bool,
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
+    pin: bool = True,
 ) -> None:
     """Shard a model's parameters, gradients and (through its parameters) optimizer state over a mesh, in place.
 
@@ -54,12 +55,13 @@ def shard(
             optimizer and inputs such as rotary tables stay float32. Not float16: its scaled gradients would overflow
             unnoticed in the reduction.
         offload: keep shards of parameters and gradients, and with them the optimizer state, in host memory.
+        pin: offload to pinned memory, if the device is a GPU; mapped files cannot be pinned.
     """
     # Inputs are not cast: the embedding has the parameters' dtype; rotary tables and loss weights stay float32.
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    pinned = mesh.device_type == "cuda"
+    pinned = pin and mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": policy}
     for block in model.get_submodule("blocks").children():

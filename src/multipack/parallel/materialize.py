@@ -39,6 +39,7 @@ def materialize(
     world: World,
     device: torch.device | None = None,
     *,
+    empty_like: Callable[[Tensor], Tensor] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
     from_main: bool = False,
 ) -> None:
@@ -51,6 +52,7 @@ def materialize(
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
         world: all ranks.
         device: of the parameters; None = the world's.
+        empty_like: a parameter on the meta device → one with memory; None = on `device`.
         dtypes: name → dtype, of parameters that have another one than most.
         from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank
             calls it for the parameters that it holds, and nothing is sent.
@@ -60,7 +62,7 @@ def materialize(
             the source returns another shape.
     """
     for model in models:
-        allocate(model, device or world.device)
+        allocate(model, device or world.device, empty_like)
     held, other = _held(models, shapes), dtypes or {}
     usual = (tensors[0].dtype for name, tensors in held.items() if name not in other)
     most = next(usual, torch.float32)

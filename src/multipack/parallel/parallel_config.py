@@ -15,6 +15,7 @@ from multipack.shapes import ModelShape
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ContextMethod = Literal["ulysses", "ring"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Offload = Literal["none", "cpu", "disk"]
 Device = Literal["auto", "cpu", "cuda"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh of ranks, outermost first."""
@@ -71,8 +72,10 @@ class ParallelConfig:
     """Ranks that divide the layers."""
     schedule: Schedule = "1f1b"
     """Order in which a pipeline's micro-batches run."""
-    offload: Literal["none", "cpu"] = "none"
-    """Keep parameters, gradients and optimizer state in host memory (zero2, zero3, hsdp; also of one process)."""
+    offload: Offload = "none"
+    """cpu: parameters, gradients and optimizer state in host memory (with zero2, zero3, hsdp); disk: state in files."""
+    offload_folder: str = ""
+    """Folder on a local drive for offload=disk: optimizer state and, with zero3 and hsdp, shards of parameters."""
     timeout_seconds: float = 600.0
     """Seconds that a collective waits for a missing rank before it raises."""
 
@@ -88,7 +91,12 @@ class ParallelConfig:
                 f"parallel.replicate={self.replicate} is the number of groups of parallel.data=hsdp, and"
                 f" parallel.data={self.data} has none: use parallel.data=hsdp, or parallel.replicate=0"
             )
-        if self.offload != "none" and not self.shards_parameters:
+        if (self.offload == "disk") != bool(self.offload_folder):
+            raise ValueError(
+                f"parallel.offload={self.offload} with parallel.offload_folder={self.offload_folder or 'none'}: set a"
+                " folder on a local drive with parallel.offload=disk, and only then"
+            )
+        if self.offload == "cpu" and not self.shards_parameters:
             raise ValueError(
                 f"parallel.offload={self.offload} moves shards of parameters, and parallel.data={self.data} has none:"
                 " use parallel.data=zero3 (or zero2, hsdp), or parallel.offload=none"
@@ -113,6 +121,13 @@ class ParallelConfig:
     def shards_parameters(self) -> bool:
         """Whether data-parallel ranks hold shards of parameters, gradients and optimizer state."""
         return self.strategy.shards_parameters
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters and gradients are in host memory, or parameters in files."""
+        return self.offload == "cpu" or (
+            self.offload == "disk" and self.shards_parameters and not self.strategy.keeps_gathered
+        )
 
     @property
     def uses_fsdp(self) -> bool:
@@ -200,16 +215,17 @@ class ParallelConfig:
 
     def text(self, world_size: int) -> str:
         """The strategies in effect as one line of text, outermost first."""
+        offloaded = {"none": "", "cpu": ", offloaded to the host", "disk": ", offloaded to files"}[
+            self.offload
+        ]
         if world_size == 1:
-            return "none: one process" + (", offloaded to the host" if self.offload == "cpu" else "")
+            return f"none: one process{offloaded}"
         axes = self.axes(world_size)
         stages = f" ({self.schedule}, {self.stages} stages)"
         named = [f"pipeline {self.pipeline}{stages}"] if self.pipeline > 1 else []
         data = self.data_size(world_size)
         groups = f" in {axes['dp_replicate']} groups" if self.strategy.in_groups else ""
-        named.append(
-            f"{self.data} {data}{groups}" + (", offloaded to the host" if self.offload == "cpu" else "")
-        )
+        named.append(f"{self.data} {data}{groups}{offloaded}")
         if self.context > 1:
             named.append(f"context {self.context} ({self.context_method})")
         if self.tensor > 1:

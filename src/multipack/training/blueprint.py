@@ -123,6 +123,8 @@ def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: Worl
     ranks = names.count(names[world.rank])
     needed = sum(each.nbytes for each in whole.values()) // parts * ranks
     allocates = torch.get_default_device().type == "cpu"  # not on the meta device, as in estimates
+    if parallel.offload == "disk" and parallel.offloads_parameters:
+        return  # parameters are in files
     if free is not None and needed > free and world.device.type == "cpu" and allocates:
         divide = ", or parallel.data=zero3" if parts < world.size else ""
         raise ValueError(

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from multipack.parallel.state import local
 
@@ -109,26 +108,15 @@ class CompactAdamW(torch.optim.Optimizer):
 
 def _empty_state(parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
     state = {"step": torch.tensor(0.0)}
-    codes = moments == "8bit" and parameter.dim() >= 2
+    codes = moments == "8bit" and parameter.dim() == 2
     dtype = torch.bfloat16 if moments == "bf16" else FLOAT8 if codes else torch.float32
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros_like(parameter, dtype=dtype)
         if codes:
-            state[f"{name}_scale"] = _zero_scales(parameter)
+            # Shards as the parameter's, and on its device, which under offload is not that of the mesh.
+            columns = parameter.detach()[:, : -(-parameter.shape[1] // BLOCK)]
+            state[f"{name}_scale"] = torch.zeros_like(columns, dtype=torch.float32).contiguous()
     return state
-
-
-def _zero_scales(parameter: Tensor) -> Tensor:
-    """(rows, blocks) zeros, whose rows are divided as those of the parameter."""
-    held = local(parameter)
-    blocks = -(-math.prod(parameter.shape[1:]) // BLOCK)
-    own = torch.zeros(held.shape[0], blocks, device=held.device)
-    if not isinstance(parameter, DTensor):
-        return own
-    whole = torch.Size((parameter.shape[0], blocks))
-    return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, shape=whole, stride=(blocks, 1)
-    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

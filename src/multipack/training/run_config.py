@@ -136,7 +136,7 @@ class Config:
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
                 " or parallel.context_method=ulysses"
             )
-        if self.optimizer.name == "muon" and parallel.offload != "none":
+        if self.optimizer.name == "muon" and parallel.offloads_parameters:
             raise ValueError(
                 f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
                 " host: use parallel.offload=none, or optimizer.name=adamw"

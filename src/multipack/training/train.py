@@ -68,7 +68,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         connected(
             config.train.device,
             config.parallel.timeout_seconds,
-            group_of_one=config.parallel.offload != "none",
+            group_of_one=config.parallel.offloads_parameters,
         ) as world,
         deterministic(config.train.deterministic, world.device),
         exact_float32(),
