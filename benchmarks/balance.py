@@ -33,18 +33,20 @@ WORKLOAD = CostModel(None, linear=24_575)
 """24,576·l + l²."""
 
 
-def karmarkar_karp(weights: Integers, parts: int) -> list[list[int]]:
-    """Divide weights into parts by the largest differencing method: parts may be empty.
+def karmarkar_karp(weights: Integers, parts: int, equal: bool = False) -> list[list[int]]:
+    """Divide weights into parts by the largest differencing method: parts may be empty, or all have `equal` numbers.
 
     A state is a division of some weights, sums in falling order. The two states of the largest differences between
     their largest and smallest sum are joined, the largest sums of one with the smallest of the other, until one
-    is left.
+    is left. A state begins as one weight, or, for `equal` numbers, as one weight in each part.
     """
     states = []
-    for number, weight in enumerate(weights.tolist()):
+    by_weight = np.argsort(-weights, kind="stable")
+    for group in by_weight.reshape(-1, parts if equal else 1).tolist():
         sums = np.zeros(parts, dtype=np.int64)
-        sums[0] = weight
-        states.append((-weight, number, sums, [[number], *([] for _ in range(parts - 1))]))
+        sums[: len(group)] = weights[group]
+        items = [[number] for number in group] + [[] for _ in range(parts - len(group))]
+        states.append((int(sums[-1] - sums[0]), len(states), sums, items))
     heapq.heapify(states)
     count = len(states)
     while len(states) > 1:

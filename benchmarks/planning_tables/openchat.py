@@ -18,7 +18,7 @@ from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 from multipack.planning.report import kappa
 from planning_tables.lengths import ABSENT, Integers, load
-from planning_tables.table import MEASURED, PUBLISHED, Table, cpu_seconds, missing
+from planning_tables.table import MEASURED, PUBLISHED, Table, cpu_seconds
 
 RANKS, CAPACITY = 8, 32_768
 COLUMNS = {
@@ -145,14 +145,6 @@ def table(quick: bool) -> Table:
         rows[name] = epochs_of(make, lengths, epochs)
     make = sampled(lambda rank: InterleavedSampler(lengths, CAPACITY // 2048, RANKS, rank))
     rows["interleaved sampler"] = epochs_of(make, lengths, epochs)
-    if absent := missing("lightbinpack"):
-        made.notes.append(absent)
-    else:
-        import lightbinpack
-
-        values = lengths.tolist()  # its steps are not random, and the same in every epoch
-        make = lambda epoch: lightbinpack.ogbfd(values, CAPACITY, RANKS)  # noqa: E731
-        rows["LightBinPack ogbfd"] = epochs_of(make, lengths, 1, repeats)
     for name, each in rows.items():
         made.row(name, MEASURED, *each.values())
     made.at_most("OpenChat carry, joint: lost documents", carrying["joint"].lost(epochs), 0)
