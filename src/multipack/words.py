@@ -3,8 +3,8 @@
     data=jsonl  data.path=train.jsonl  config=FILE.yaml  out=runs/a
     └ preset ┘  └ field of a group ┘   └ values below ┘  └ field ┘
 
-Precedence, highest first: words, presets, `config=FILE`, `base`, defaults. An unknown key, a wrong type or an illegal
-value raises a ConfigError that names the field and the nearest legal choice.
+Precedence, highest first: words, presets, `config=FILE`, `base`, defaults. In a file, `group: NAME` is a preset. An
+unknown key, a wrong type or an illegal value raises a ConfigError that names the field and the nearest legal choice.
 
 A group (a dataclass that is a field of the schema) may define
 
@@ -71,7 +71,10 @@ def merge(
     pairs = [translate(*split(word)) for word in words]
     _apply(tree, flatten(base or {}))
     for _, path in (pair for pair in pairs if pair[0] == "config"):
-        _apply(tree, dict(translate(*pair) for pair in flatten(read_yaml(path)).items()))
+        values = dict(translate(*pair) for pair in flatten(read_yaml(path)).items())
+        for group in [key for key in values if key in groups]:
+            _apply(tree, flatten(_preset(group, groups[group], str(values.pop(group)))))
+        _apply(tree, values)
     for group, name in (pair for pair in pairs if pair[0] in groups):
         _apply(tree, flatten(_preset(group, groups[group], name)))
     given = {key: value for key, value in pairs if key != "config" and key not in groups}

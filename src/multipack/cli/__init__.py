@@ -12,6 +12,7 @@ import typer
 from multipack.cli.advise_command import advise
 from multipack.cli.bench_command import collectives
 from multipack.cli.command_options import add_commands, fail
+from multipack.cli.import_command import import_config
 from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
@@ -37,6 +38,7 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_mar
 add_commands(bench, collectives)
 app.add_typer(bench, name="bench")
 app.add_typer(recipe, name="recipe")
+add_commands(app, import_config)
 
 
 def main() -> None:

@@ -1,0 +1,92 @@
+"""How many of Axolotl's example configurations that pack resolve completely in our trainer, and what the others lack.
+
+    python benchmarks/reach.py      # of ../shared/data/axolotl/examples.jsonl: results/reach.json, docs/axolotl.md
+
+Each is translated as by `multipack import-config`, and counts as resolved if it names no key that would change what is
+trained. `our decoder` counts the models that it computes; `with model=hf:` also those that are trained with the code of
+transformers. Nothing is downloaded, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from multipack.training.importing.axolotl import Imported, import_axolotl
+from result import parser_of, write_result
+
+EXAMPLES = Path(__file__).parents[1].parent / "shared" / "data" / "axolotl" / "examples.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "axolotl.md"
+BEGIN, END = "<!-- reach: begin -->", "<!-- reach: end -->"
+ASKED = 0.6
+
+
+def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures over configurations with `path` and `config`."""
+    found = {
+        each["path"]: import_axolotl(each["config"])
+        for each in examples
+        if each["config"].get("sample_packing")
+    }
+    resolved = {path: one for path, one in found.items() if not one.lacking}
+    own = [path for path, one in resolved.items() if not _is_foreign(one)]
+    return {
+        "examples": len(examples),
+        "packing": len(found),
+        "own_decoder": len(own),
+        "with_hf": len(resolved),
+        "share": round(len(resolved) / max(len(found), 1), 4),
+        "unpacked": sum(
+            not import_axolotl(each["config"]).lacking
+            for each in examples
+            if not each["config"].get("sample_packing")
+        ),
+        "lacking": {path: one.lacking for path, one in found.items() if one.lacking},
+        "noted": Counter(key for one in resolved.values() for key in one.notes),
+    }
+
+
+def _is_foreign(found: Imported) -> bool:
+    return str(found.settings.get("model", "")).startswith("hf:")
+
+
+def page(figures: dict[str, Any]) -> str:
+    """The part of docs/axolotl.md with the figures."""
+    packing = figures["packing"]
+    rows = [
+        "| | examples | share |",
+        "|---|---:|---:|",
+        f"| that pack | {packing} | |",
+        f"| resolve completely, our decoder | {figures['own_decoder']} | {figures['own_decoder'] / packing:.0%} |",
+        f"| resolve completely, with `model=hf:` | {figures['with_hf']} | {figures['share']:.0%} |",
+        "",
+        "What the others lack:",
+        "",
+        "| example | keys |",
+        "|---|---|",
+    ]
+    for path, lacking in sorted(figures["lacking"].items()):
+        reasons = "; ".join(f"`{key}`: {' '.join(why.split())}" for key, why in lacking.items())
+        rows.append(f"| {path.removeprefix('examples/')} | {reasons.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Count, print, and write figures and page."""
+    parser = parser_of(__doc__, "reach")
+    parser.add_argument("--examples", type=Path, default=EXAMPLES, help="JSON lines with path and config")
+    options = parser.parse_args()
+    if not options.examples.is_file():
+        raise SystemExit(f"{options.examples} is not here: no examples to count")
+    figures = count([json.loads(line) for line in options.examples.open()])
+    print(page(figures))
+    write_result(options.out, figures)
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page(figures)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The command `multipack import-config`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multipack.cli.command_options import Json, argument, print_json
+
+
+def import_config(
+    file: Annotated[Path, argument("FILE", "A configuration of Axolotl, as YAML.")],
+    as_json: Json = False,
+) -> None:
+    """Print the configuration of multipack for one of Axolotl, as YAML.
+
+    Examples:
+      multipack import-config axolotl.yml > ours.yaml
+      multipack train config=ours.yaml
+
+    Comments name every key that is honored in another way, and every key that
+    cannot be honored; the exit code is 1 where that changes what is trained.
+    """
+    from dataclasses import asdict
+
+    from multipack.training.importing.axolotl import import_axolotl
+    from multipack.words import read_yaml
+
+    found = import_axolotl(read_yaml(file))
+    if as_json:
+        print_json(asdict(found))
+    else:
+        typer.echo(found.to_yaml(), nl=False)
+    if found.lacking:
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""Configurations of other tools → configurations of this package."""

@@ -1,0 +1,170 @@
+"""From Axolotl's keys to a configuration that our parser takes; what cannot be honored is named."""
+
+import json
+
+import pytest
+import yaml
+
+from multipack.data.sources import Source
+from multipack.shapes.families import BY_TYPE
+from multipack.shapes.hub_names import model_type_of
+from multipack.training.importing.axolotl import import_axolotl
+from multipack.training.run_config import compose
+
+EXAMPLE = {
+    "base_model": "NousResearch/Llama-3.2-1B",
+    "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": "2e-4",
+    "optimizer": "adamw_torch_fused",
+    "lr_scheduler": "cosine",
+    "warmup_ratio": 0.1,
+    "wandb_project": None,
+    "flash_attention": True,
+    "load_in_8bit": False,
+}
+
+
+@pytest.fixture
+def parsed(tmp_path):
+    """What was imported → the configuration that its YAML is parsed to."""
+
+    def parse(found):
+        settings = yaml.safe_load(found.to_yaml())
+        if str(settings.get("model", "")).startswith("hf:"):  # its config.json is not here
+            del settings["model"]
+        (tmp_path / "ours.yaml").write_text(yaml.safe_dump(settings))
+        return compose([f"config={tmp_path / 'ours.yaml'}"])
+
+    return parse
+
+
+@pytest.fixture
+def imported(parsed):
+    """Changed keys → what is imported, and the configuration of it."""
+
+    def read(**keys):
+        found = import_axolotl({**EXAMPLE, **keys})
+        return found, parsed(found)
+
+    return read
+
+
+def test_axolotls_meaning_is_kept(imported):
+    found, config = imported()
+    assert not found.lacking
+    assert (config.plan.capacity, config.plan.packs_per_step, config.plan.max_documents) == (2048, 8, 0)
+    assert (config.optimizer.lr, config.optimizer.warmup_steps) == (2e-4, 0.1)
+    # Axolotl's defaults, where ours differ
+    assert (config.optimizer.weight_decay, config.optimizer.beta2, config.optimizer.min_lr) == (0, 0.999, 0)
+    assert (config.data.validation, config.data.overlong, config.data.format) == (0, "drop", "alpaca")
+    assert (config.train.init_from, config.adapter.name) == ("NousResearch/Llama-3.2-1B", "none")
+    assert "·N" in found.notes["micro_batch_size"]
+    assert "flash_attention" in found.unneeded
+    assert "wandb_project" not in found.unneeded  # null is as if it was not there
+
+
+def test_documents_of_every_kind(imported):
+    chats = {"path": "a/b", "type": "chat_template", "split": "train[:5%]", "field_messages": "turns"}
+    mapped = {"message_property_mappings": {"role": "from", "content": "value"}}
+    _, config = imported(datasets=[{**chats, **mapped}], val_set_size=0.05)
+    assert (config.data.source, config.data.part, config.data.fields) == (
+        "huggingface",
+        "train[:5%]",
+        ["turns"],
+    )
+    assert (config.data.validation, config.train.eval_every) == (0.05, 50)
+    _, config = imported(datasets=[{"path": "web/a.jsonl.gz", "type": "completion", "field": "body"}])
+    assert (config.data.source, config.data.fields, config.data.overlong) == ("jsonl", ["body"], "split")
+    stream = {"path": "allenai/c4", "name": "en", "type": "pretrain"}
+    _, config = imported(datasets=None, pretraining_dataset=[stream], max_steps=100)
+    assert (config.data.stream, config.data.subset, config.train.steps) == (True, "en", 100)
+    found, config = imported(datasets=[chats, *EXAMPLE["datasets"]])
+    assert config.data.paths == ["1-b.store", "2-GPT4-LLM-Cleaned.store"]
+    assert (
+        "multipack prepare data.source=huggingface data.path=a/b 'data.part=train[:5%]'" in found.commands[0]
+    )
+    pairs = {"path": "p.json", "type": "chatml.intel"}
+    _, config = imported(datasets=[pairs], rl="ipo", rl_beta=0.2, sample_packing=None)
+    assert (config.preference.loss, config.preference.beta, config.data.as_chat) == ("ipo", 0.2, True)
+    assert (config.data.fields[0], config.plan.max_documents) == ("question", 1)
+
+
+def test_the_prompts_of_an_imported_file_are_read(imported, tmp_path):
+    record = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    _, config = imported(datasets=[{"path": str(tmp_path / "a.jsonl"), "type": "alpaca"}])
+    (document,) = Source(config.data)
+    assert document.parts[0].text.endswith("### Input:\n1 2\n\n### Response:\n")
+
+
+def test_adapters_and_parallelism(imported):
+    keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "peft_use_rslora": True}
+    found, config = imported(**keys, lora_target_modules=["q_proj", "self_attn.v_proj"], load_in_8bit=True)
+    assert (config.adapter.name, config.adapter.rank, config.adapter.scale) == ("lora", 8, 16 / 8**0.5)
+    assert config.adapter.targets == ["q_proj", "v_proj"]
+    assert "load_in_8bit" in found.notes
+    pattern = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
+    assert imported(**keys, lora_target_modules=pattern)[1].adapter.targets == [
+        "q_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert imported(**keys, lora_target_linear=True)[1].adapter.targets == ["all-linear"]
+    fsdp = {"fsdp_version": 2, "fsdp_config": {"offload_params": True, "reshard_after_forward": True}}
+    parallel = imported(**fsdp)[1].parallel
+    assert (parallel.data, parallel.offload) == ("zero3", "cpu")
+    assert imported(deepspeed="deepspeed_configs/zero2.json")[1].parallel.data == "zero2"
+    assert imported(deepspeed={"zero_optimization": {"stage": 1}})[1].parallel.data == "zero1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "reason"),
+    [
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "noise"),
+        ({"my_own_key": 1}, "my_own_key", "not a key that is known"),
+        ({"optimizer": "lion"}, "optimizer", "adamw_torch"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler", "cosine"),
+        ({"base_model": "ai21labs/Jamba-v0.1"}, "base_model", "recurrent"),
+        ({"base_model": "nvidia/Qwen3-30B-A3B-NVFP4"}, "base_model", "quantized"),
+        ({"datasets": [{"path": "a/b", "type": "context_qa"}]}, "datasets", "context_qa"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca", "shards": 3}]}, "datasets", "shards=3"),
+        ({"special_tokens": {"eos_token": "<end>"}}, "special_tokens", "eos_token"),
+        ({"val_set_size": 500}, "val_set_size", "share"),
+        ({"plugins": ["a.KDPlugin"]}, "plugins", "KDPlugin"),
+        ({"adapter": "llama-adapter"}, "adapter", "qlora"),
+        ({"micro_batch_size": "many"}, "micro_batch_size", "many"),
+    ],
+)
+def test_what_cannot_be_honored_is_named(imported, keys, name, reason):
+    found, _ = imported(**keys)
+    assert list(found.lacking) == [name]
+    assert reason in found.lacking[name]
+    assert f"#   {name}: " in found.to_yaml()
+
+
+def test_models_without_a_config_are_known_by_name():
+    for name, kind in (
+        ("meta-llama/Llama-3.1-8B", "llama"),
+        ("Qwen/Qwen2.5-0.5B", "qwen2"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("google/gemma-3-270m-it/", "gemma3_text"),
+        ("mistralai/Mistral-7B-v0.1", "mistral"),
+        ("someone/their-model", ""),
+    ):
+        assert model_type_of(name) == kind
+    assert {"llama", "qwen2", "gemma3_text"} <= BY_TYPE.keys()
+
+
+def test_examples_of_axolotl_are_parsed_or_say_what_they_lack(parsed, shared_data):
+    lines = (shared_data / "axolotl" / "examples.jsonl").open()
+    examples = [import_axolotl(json.loads(line)["config"]) for line in lines]
+    for found in examples:
+        if not found.lacking:
+            parsed(found)
+    assert sum(not found.lacking for found in examples) >= 40
+    unknown = {key for found in examples for key, why in found.lacking.items() if why.startswith("not a key")}
+    assert unknown <= {"dsv4_fp4_grouped_mode"}
