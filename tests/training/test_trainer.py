@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words
 def val_losses(monkeypatch):
     """Validation losses to come, instead of measured ones."""
     coming = []
-    monkeypatch.setattr(Feeds, "validation_loss", lambda self: coming.pop(0))
+    monkeypatch.setattr(Feeds, "validation_losses", lambda self: {"": coming.pop(0)})
     return coming
 
 

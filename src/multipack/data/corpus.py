@@ -43,6 +43,7 @@ class Corpus:
         prompts: a few short beginnings, from validation if there is any, for samples.
         store_path: folder of the token store; of a mixture, of the first one.
         mixture: share of each source of a mixture.
+        sources: name and number of validation documents of each source of a mixture, in the order of `validation`.
         arriving: the documents to train on if they arrive during the run; `train` is empty then.
         staged: one line about copies made before training; empty = none.
     """
@@ -58,6 +59,7 @@ class Corpus:
     prompts: tuple[str, ...]
     store_path: Path
     mixture: tuple[Share, ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
     arriving: Arriving | None = None
     staged: str = ""
 
@@ -125,6 +127,7 @@ def load_corpus(
         prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
         store_path=stores[0].path,
         mixture=shares,
+        sources=tuple((share.name, len(held)) for share, held in zip(shares, validations, strict=False)),
         staged=staged,
     )
 

@@ -31,7 +31,7 @@ LEGEND: dict[str, str] = {
     "memory": "peak memory of this process, GiB",
     "cost_spread": "predicted cost of the most loaded rank over the mean, minus 1",
     "train_loss": "mean loss since the last evaluation, weighted as loss",
-    "val_loss": "mean loss of the validation documents, weighted as loss",
+    "val_loss": "mean loss of the validation documents, weighted as loss (val_loss/NAME: of a source of a mixture)",
 }
 """Metric → meaning, in the order in which they are printed."""
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import Subset
 
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
-from multipack.data.tokenizer import Tokenizer, load_tokenizer
+from multipack.data.tokenizer import Tokenizer
 from multipack.models.compile import compiler_problem
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -34,12 +36,12 @@ from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed, checked
-from multipack.training.inference import find_template
 from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES, choose_dtype, sample_lengths
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
+from multipack.training.validation import Validation, ValidationPart
 from multipack.training.weights import TrainedWeights, trained_shape
 
 
@@ -222,30 +224,6 @@ def resolve(
     )
 
 
-def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
-    """The chat template of the documents, or of the checkpoint or export in `folder`; empty if neither has one."""
-    if corpus.chat_template or folder is None:
-        return corpus.chat_template
-    template = find_template(folder)
-    return template.to_json() if template else ""
-
-
-def outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
-    """A note if prompts and answers are text, though the initial weights or the tokenizer have a chat template."""
-    documents = corpus.train if len(corpus.train) else corpus.validation
-    if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
-        return []
-    if not (documents.store.has_pairs or documents.prompt_length(0)):
-        return []
-    if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
-        return []
-    where = "when the store is prepared" if config.data.source in ("store", "mixture") else "here"
-    return [
-        "prompts and answers are trained as text, outside of the chat template that the weights or the tokenizer have:"
-        f" data.as_chat=true {where} writes them as turns of it"
-    ]
-
-
 class Feeds:
     """The packs of a run on this rank, of training steps and of evaluations.
 
@@ -255,7 +233,7 @@ class Feeds:
     Attributes:
         training: the global steps to train on.
         steps: number of the last step of the run.
-        validation: loader of validation packs; None if the run does not evaluate.
+        validation: computes the validation loss; None if the run does not evaluate.
         validation_steps: number of global steps of an evaluation.
         notes: notes for the header of the run.
 
@@ -285,23 +263,16 @@ class Feeds:
             pad = config.pack_slots is not None
             self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
-            sampler = self._sampler(corpus.train, "training")
+            self._check_ranks(corpus.train, "training")
+            sampler = self._sampler(corpus.train)
             self.training = EpochFeed(self._loader(views[0], sampler), corpus.train, clock)
             self.steps = self.steps or max(1, round(train.epochs * sampler.steps_per_epoch))
-        self.validation: PackedLoader | None = None
+        self.validation: Validation | None = None
         self.validation_steps = 0
         if not (train.eval_every or train.eval_only):
             return
-        documents, limit = corpus.validation, train.eval_packs
-        if not len(documents) or not int(documents.target_counts.sum()):
-            raise ValueError(
-                f"validation has {len(documents)} documents and no target tokens: raise data.validation"
-                f" (now {config.data.validation}), add documents, or set train.eval_every=0"
-            )
-        sampler = self._sampler(documents, "validation", order="given", tail="keep")
-        self.validation, self.validation_steps = self._loader(views[1], sampler), sampler.steps_per_epoch
-        if limit:
-            self.validation_steps = min(self.validation_steps, -(-limit // sampler.plan.packs_per_step))
+        self.validation = self._validation(corpus, views[1])
+        self.validation_steps = self.validation.steps
         as_steps = self.validation_steps // 3  # a forward pass is about a third of a step
         if as_steps > train.eval_every > 0:
             self.notes.append(
@@ -309,13 +280,37 @@ class Feeds:
                 " train.eval_packs limits it, train.eval_every makes it rarer"
             )
 
-    def _sampler(self, documents: Documents, kind: str, **changes: Any) -> PackedBatchSampler:
-        config, ranks = self._config, self._mesh.data_size
-        if len(documents) < ranks:
+    def _validation(self, corpus: Corpus, view: Any) -> Validation:
+        """The validation documents; of a mixture each source is planned alone, for a loss of its own."""
+        documents, limit = corpus.validation, self._config.train.eval_packs
+        if not len(documents) or not int(documents.target_counts.sum()):
+            raise ValueError(
+                f"validation has {len(documents)} documents and no target tokens: raise data.validation"
+                f" (now {self._config.data.validation}), add documents, or set train.eval_every=0"
+            )
+        self._check_ranks(documents, "validation")
+        parts, first = list[ValidationPart](), 0
+        for name, count in corpus.sources or (("", len(documents)),):
+            part, numbers = documents.take(range(first, first + count)), range(first, first + count)
+            first += count
+            if not count or not int(part.target_counts.sum()):
+                continue  # it has no loss
+            sampler = self._sampler(part, order="given", tail="keep")
+            steps, packs = sampler.steps_per_epoch, sampler.plan.packs_per_step
+            if limit:
+                steps = min(steps, math.ceil(limit * part.num_tokens / documents.num_tokens / packs))
+            parts.append(ValidationPart(name, self._loader(Subset(view, numbers), sampler), steps))
+        return Validation(self._engine, parts, self.training.micro_batches)
+
+    def _check_ranks(self, documents: Documents, kind: str) -> None:
+        if len(documents) < (ranks := self._mesh.data_size):
             raise ValueError(
                 f"there are {len(documents)} {kind} documents for {ranks} data-parallel ranks:"
                 " start fewer processes or add documents"
             )
+
+    def _sampler(self, documents: Documents, **changes: Any) -> PackedBatchSampler:
+        config, ranks = self._config, self._mesh.data_size
         return PackedBatchSampler(
             documents.lengths,
             options=replace(config.plan.for_ranks(ranks), **changes),
@@ -340,19 +335,10 @@ class Feeds:
             prefetch=config.train.prefetch,
         )
 
-    def validation_loss(self) -> float:
-        """Mean loss of the validation packs over all ranks, weighted as the training loss; collective."""
+    def validation_losses(self) -> dict[str, float]:
+        """The validation loss under "", and that of each source of a mixture; see `Validation.losses`."""
         assert self.validation is not None
-        loss, denominator = 0.0, 0.0
-        batches = iter(self.validation)
-        for _ in range(self.validation_steps):
-            micro_batches = list(islice(batches, self.training.micro_batches))
-            loss += sum(self._engine.evaluate(micro_batches))
-            if self._mesh.is_replica_leader:
-                denominator += sum(batch.denominator for batch in micro_batches)
-        self.validation.close()
-        total_loss, total = self._engine.world.sum([loss, denominator])
-        return total_loss / (total or 1.0)
+        return self.validation.losses()
 
     def close(self) -> None:
         """Stop the threads that collate packs."""

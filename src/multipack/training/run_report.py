@@ -86,6 +86,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         found = [
             (name.replace("_", " "), run.val_metrics.get(f"val_{name}")) for name in run.objective.last_line
         ]
+        found += run.val_losses.items()
         shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
         console.line(
             f"\n{', '.join([f'final validation loss {run.val_loss:.4f}', *shown])} after {run.step} steps"

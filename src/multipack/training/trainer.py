@@ -43,9 +43,7 @@ from multipack.training.run_files import RunFiles
 from multipack.training.run_parts import (
     Feeds,
     build_callbacks,
-    chat_template_of,
     open_run,
-    outside_template,
     packs_per_step,
     read_documents,
     resolve,
@@ -54,6 +52,7 @@ from multipack.training.run_parts import (
 from multipack.training.schedule import rate_factor
 from multipack.training.source_files import source_files
 from multipack.training.stop_request import StopRequest
+from multipack.training.templates import chat_template_of, outside_template
 from multipack.training.weights import adapt_weights, check_base, find_weights
 
 RESULTS = ("evaluated", "best", "best_step")
@@ -80,6 +79,7 @@ class Trainer(StepApplier):
         step, steps: number of steps taken, and of the last step of the run.
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
+        val_losses: those of each source of a mixture, by the names of their metrics.
         val_metrics: the objective's metrics of that evaluation.
         running: summed loss since the last evaluation, and what it is divided by.
         ending: reason to stop before the last step; empty while the loop continues.
@@ -149,6 +149,7 @@ class Trainer(StepApplier):
         self.peak_flops = mean_peak(world, self.dtype)
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
         self.val_loss: float | None = None
+        self.val_losses: dict[str, float] = {}
         self.val_metrics: dict[str, float] = {}
         self.best: float | None = None
         self.running: list[float] = [0.0, 0]
@@ -193,13 +194,15 @@ class Trainer(StepApplier):
         losses = {}
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
-                losses[f"val_loss{suffix}"] = self.feeds.validation_loss()
+                found = self.feeds.validation_losses()
+                losses |= {f"val_loss{suffix}{source}": loss for source, loss in found.items()}
         values: dict[str, float] = {"step": self.step}
         loss_sum, denominator = self.running
         if denominator:
             values["train_loss"] = loss_sum / denominator
         self.running = [0.0, 0]
         self.val_metrics = self.objective.metrics(self.engine, training=False)
+        self.val_losses = {name: loss for name, loss in losses.items() if "/" in name}
         values |= {**losses, **self.val_metrics}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
         self.console.line(f"evaluation {format_line(values)}", style="bold")

@@ -5,6 +5,7 @@ axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, notes, lacking ─▶ YA
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ def import_axolotl(given: Mapping[str, Any]) -> Imported:
     return Imported(settings, notes, lacking, unneeded, commands)
 
 
+@functools.cache
 def _known() -> set[str]:
     """Names of all settings, and of groups with presets."""
     return {row[0] for row in describe(Config)} | {*preset_names(Config)}

@@ -96,6 +96,7 @@ FUNCTIONS: dict[str, Rule] = {
     "cosine_min_lr_ratio": rules.min_lr_ratio,
     "bf16": rules.precision,
     "bfloat16": rules.precision,
+    "torch_dtype": rules.torch_dtype,
     "fp16": lambda value, keys: Honored({"train.dtype": "fp16"}),
     "float16": lambda value, keys: Honored({"train.dtype": "fp16"}),
     "float32": lambda value, keys: Honored({"train.dtype": "fp32"}),
@@ -141,6 +142,9 @@ NOTED: dict[str, str] = {
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval bench_dataset": (
         "evaluations compute the validation loss, and samples (train.sample_tokens)"
     ),
+    "use_otel_metrics otel_metrics_host otel_metrics_port use_swanlab swanlab_project swanlab_experiment_name"
+    " swanlab_description swanlab_mode swanlab_log_completions swanlab_completion_log_interval"
+    " swanlab_completion_max_buffer comet_project_name use_comet": "there are tensorboard, wandb, mlflow and trackio",
     "max_memory gpu_memory_limit device_map": "`multipack advise` says what fits",
 }
 """Keys → what differs, without changing what is trained."""
@@ -209,6 +213,10 @@ CANNOT: dict[str, str] = {
     "optim_target_modules optim_args": "options of this optimizer",
     "cosine_constant_lr_ratio lr_quadratic_warmup": "this shape of the schedule",
     "revision_of_model": "a revision of the model: download it, and give its folder as base_model",
+    "freeze_mm_modules full_finetune": "images and sound",
+    "max_packed_sequence_len": "packs without boundaries: remove it, and set sample_packing",
+    "center_rewards_coefficient": "rewards with a mean near 0",
+    "dsv4_fp4_grouped_mode": "FP4 products",
     "batch_size": "the batch of all devices: give micro_batch_size and gradient_accumulation_steps",
     "process_reward_model num_labels": "classifiers of steps",
     "cpo_alpha dpo_use_weighting dpo_norm_loss kto_desirable_weight kto_undesirable_weight": "this loss of preferences",

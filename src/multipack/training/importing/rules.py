@@ -127,6 +127,11 @@ def precision(value: Any, keys: Keys) -> Honored:
     return Honored({"train.dtype": "auto" if value == "auto" else "bf16"})
 
 
+def torch_dtype(value: Any, keys: Keys) -> Honored:
+    """The dtype of the weights that are read."""
+    return Honored(note="weights that are trained are held in fp32, and computed with in train.dtype")
+
+
 def recompute(value: Any, keys: Keys) -> Honored:
     """Activation checkpointing."""
     note = "" if value is True else "activations are recomputed, and not kept on the host"
@@ -174,6 +179,7 @@ def plugins(value: Any, keys: Keys) -> Honored:
 
 
 _PLUGINS = {
+    "SwanLabPlugin": "",
     "CutCrossEntropyPlugin": "",  # the loss never holds all logits here
     "LigerPlugin": "",
     "KernelsPlugin": "",

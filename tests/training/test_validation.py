@@ -1,0 +1,57 @@
+"""The validation loss of a mixture, by source: equal to that of each source alone."""
+
+import json
+
+import pytest
+
+from multipack.data.data_config import DataConfig
+from multipack.data.prepare import prepare
+from multipack.data.tokenizer import TokenizerConfig
+from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Stores of 40 long and 30 short documents."""
+    found = {}
+    for name, count, size in (("long", 40, 40), ("short", 30, 7)):
+        file = tmp_path / f"{name}.jsonl"
+        rows = [{"prompt": f"{name} {n}:", "completion": "ab c" * (size + n % 5)} for n in range(count)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found[name] = tmp_path / f"{name}.store"
+        prepare(DataConfig("jsonl", str(file)), TokenizerConfig("byte"), found[name])
+    return found
+
+
+def test_each_source_has_the_loss_that_it_has_alone(stores, words, tmp_path, files, changed, capsys):
+    paths = ",".join(map(str, stores.values()))
+    out = tmp_path / "run"
+    mixed = ["data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=", "train.steps=2"]
+    mixed += ["train.eval_every=2", "train.checkpoint_every=0", "train.ema_decay=0.9", f"out={out}"]
+    train(compose(changed(words, *mixed)))
+    last = files(out).evaluations[-1]
+    line = capsys.readouterr().out.splitlines()[-1]
+    for name in ("long", "short"):
+        alone = [f"train.init_from={out}", "data=store", f"data.path={stores[name]}", "train.eval_only=true"]
+        alone += ["data.validation=0.4", "plan.capacity=700", "train.dtype=fp32", f"out={tmp_path / name}"]
+        result = train(compose_run(alone))
+        assert last[f"val_loss/{name}.store"] == pytest.approx(result.val_loss, rel=1e-6)
+        assert last[f"val_loss_ema/{name}.store"] != last[f"val_loss/{name}.store"]
+        assert f"val_loss/{name}.store {result.val_loss:.4f}" in line
+
+
+def test_the_loss_of_all_follows_from_the_sources(stores, trainer):
+    paths = ",".join(str(stores[name]) for name in ("long", "short"))
+    run = trainer("data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=")
+    found = run.feeds.validation_losses()
+    counts, numbers = run.corpus.validation.target_counts, [count for _, count in run.corpus.sources]
+    targets = [counts[: numbers[0]].sum(), counts[numbers[0] :].sum()]
+    expected = sum(
+        found[f"/{name}.store"] * share for name, share in zip(("long", "short"), targets, strict=True)
+    )
+    assert found[""] == pytest.approx(expected / sum(targets), rel=1e-6)
+    few = trainer(
+        "data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=", "train.eval_packs=1"
+    )
+    assert few.feeds.validation_steps == 2  # at least one step of each
