@@ -191,7 +191,7 @@ class Trainer(StepApplier):
     def evaluate(self) -> None:
         """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
         self._settle()
-        losses = {}
+        losses: dict[str, float] = {}
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
                 found = self.feeds.validation_losses()
