@@ -8,7 +8,7 @@ import yaml
 from multipack.data.sources import Source
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
-from multipack.training.importing.axolotl import import_axolotl
+from multipack.training.importing.imported import import_axolotl
 from multipack.training.run_config import compose
 
 EXAMPLE = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from multipack.training.importing import models, rules
+from multipack.training.importing import key_rules as rules
+from multipack.training.importing import models
 from multipack.training.importing.outcome import NOTHING, Honored, Rule
 
 DEFAULTS: dict[str, Any] = {

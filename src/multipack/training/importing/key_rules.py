@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-from multipack.training.importing.documents import data_settings
+from multipack.training.importing.data_sets import data_settings
 from multipack.training.importing.models import is_own, model_type
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
 from multipack.training.settings import OptimizerConfig
