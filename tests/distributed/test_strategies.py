@@ -148,6 +148,13 @@ def test_preferences_are_trained_on_divided_models(check, steady, pairs, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["parallel.data=zero3", "parallel.data=zero1"])
+def test_rewards_are_trained_on_ranks(check, steady, pairs, parallel):
+    plain = [word for word in pairs if "label_smoothing" not in word]
+    check(2, [*steady, *plain, "preference.loss=reward", "model.tied=false"], parallel)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(2, "parallel.data=zero3"), (2, "data.readers=1"), (4, "parallel.tensor=2")]
 )

@@ -118,6 +118,37 @@ def test_transformers_computes_the_same_logits_from_our_files(model, folder, sam
     same_logits(theirs, model)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [name for name in NAMES if name != "dynamic"], indirect=True
+)  # scales by the row
+def test_transformers_computes_the_same_scores(shape, folder, pack, documents, transformers):
+    """At the last token of each row of a padded batch, those of a decoder with scores; read back bit for bit."""
+    if shape.logit_divisor != 1.0:
+        with pytest.raises(ValueError, match="transformers has no granite with scores"):
+            config_of(dataclasses.replace(shape, scores=1))
+        return
+    model = Decoder(dataclasses.replace(shape, scores=1)).eval()
+    path, pad = folder(model), shape.vocabulary_size - 1
+    config = json.loads((path / "config.json").read_text()) | {"pad_token_id": pad}
+    (path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, attn_implementation="eager"
+    )
+    assert type(theirs).__name__ == config["architectures"][0]
+    batch = pack(documents)
+    rows = torch.full((len(documents), batch.longest), pad)
+    for row, document in enumerate(documents):
+        rows[row, : len(document.tokens)] = torch.from_numpy(document.tokens.astype("int64"))
+    with torch.no_grad():
+        expected = theirs.eval()(rows, attention_mask=(rows != pad).long()).logits
+        found = model.logits(batch)[batch.cu_seqlens[1 : len(documents) + 1].long() - 1]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=3e-5)
+    back, state = load_weights(path)
+    assert back == dataclasses.replace(shape_there(shape), scores=1)
+    assert torch.equal(state["score.weight"], model.score.weight)
+
+
 @pytest.mark.parametrize(
     ("shape", "shards"),
     [(name, "8KB" if name in ("gpt2", "phi3") else "10GB") for name in NAMES],
