@@ -79,20 +79,28 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
         required += importlib.metadata.requires("multipack") or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding("multipack", "warn", "not installed", "pip install multipack")
+    extras: dict[str, list[str]] = {}  # name → its packages as they are, empty where one is missing
     for match in filter(None, (re.fullmatch(pattern, requirement) for requirement in required)):
         name, least, extra = match.groups("")
         if extra in ("dev", "bench"):
             continue
         install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
-        version = "not installed"
+        version = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-        detail, remedy = f"{version} is older than {least}", install
-        if version == "not installed":
-            detail, remedy = (f"optional, not installed: {install}", "") if extra else (version, install)
-        elif _numbers(version) >= _numbers(least):
-            detail, remedy = version, ""
-        yield _judge(f"{name} ({extra})" if extra else name, detail, remedy, "warn" if extra else "fail")
+        if version and _numbers(version) < _numbers(least):
+            status: Status = "warn" if extra else "fail"
+            yield Finding(name, status, f"{version} is older than {least}", install)
+        elif not extra:
+            yield _judge(name, version or "not installed", "" if version else install)
+        extras.setdefault(extra, []).append(f"{name} {version}" if version else "")
+    present = {extra: found for extra, found in extras.items() if extra and all(found)}
+    for extra, found in present.items():
+        yield Finding(f"extra {extra}", "ok", ", ".join(found))
+    if missing := [extra for extra in extras if extra and extra not in present]:
+        yield Finding(
+            "other extras", "ok", f'{", ".join(missing)}: not installed (pip install "multipack[NAME]")'
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
