@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,6 +111,16 @@ def test_documents_that_are_too_long(config, pairs):
         load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=3)
     corpus = load_corpus(config(source="jsonl", path=pairs, overlong="split"), BYTE, limit=16)
     assert corpus.train.num_tokens + corpus.validation.num_tokens == sum(range(5, 25)) + 10
+
+
+def test_documents_without_any_target_are_refused(config, text_file):
+    """A run of them would have a loss of 0."""
+    rows = [{"prompt": "a long question " * 4, "completion": "b"} for _ in range(4)]
+    path = text_file("".join(json.dumps(row) + "\n" for row in rows), "cut.jsonl")
+    cut = config(source="jsonl", path=path, overlong="truncate", validation=0)
+    with pytest.raises(ValueError, match=r"none of the 4 training documents .* has a target token"):
+        load_corpus(cut, BYTE, limit=16)
+    assert len(load_corpus(replace(cut, train_on_prompt=True), BYTE, limit=16).train) == 4
 
 
 def test_blocks_of_a_stream(config, text_file):

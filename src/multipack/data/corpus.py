@@ -115,6 +115,12 @@ def load_corpus(
     store, train_fit = train.store, reduce(add, train_fits)
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
+    if not train.target_counts.any():
+        raise ValueError(
+            f"none of the {len(train):,} training documents of {store.path} has a target token, and nothing would be"
+            f" learned: look at the answers, and at data.overlong={data.overlong}, which may cut them off"
+            " (data.train_on_prompt=true makes all tokens targets)"
+        )
     return Corpus(
         train=train,
         validation=validation,
