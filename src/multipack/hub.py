@@ -1,6 +1,6 @@
 """Folders of models that are given by a path, by a name on the Hugging Face hub, or as a GGUF file.
 
-    NAME         a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
+    NAME[@REV]   a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
     FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, made once
 
 Only settings, tokenizers and weights in safetensors are fetched, never code or pickled files.
@@ -18,14 +18,15 @@ from multipack.machine import import_extra
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files that are fetched, outside of subfolders."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
 
 def model_folder(name: str, setting: str) -> Path:
     """The local folder of a path, of a model on the hub, or of the model in a GGUF file.
 
     Args:
-        name: a path, or a name such as `gpt2` or `Qwen/Qwen3-0.6B`; what exists as a path is one.
+        name: a path, or a name such as `gpt2` or `Qwen/Qwen3-0.6B`, with `@` and a revision; what exists as a path is
+            one.
         setting: where the name was given, for messages.
 
     Returns:
@@ -42,15 +43,16 @@ def model_folder(name: str, setting: str) -> Path:
     if path.exists() or not _NAME.fullmatch(name):
         return path
     hub = import_extra("huggingface_hub", f"{setting}={name}", "train")
-    options = {"allow_patterns": PATTERNS, "ignore_patterns": ["*/*"]}
+    repository, _, revision = name.partition("@")
+    options = {"allow_patterns": PATTERNS, "ignore_patterns": ["*/*"], "revision": revision or None}
     try:
-        found = Path(hub.snapshot_download(name, local_files_only=True, **options))
+        found = Path(hub.snapshot_download(repository, local_files_only=True, **options))
         if _is_whole(found):
             return found
     except (OSError, ValueError):  # not in the cache
         pass
     try:
-        found = Path(hub.snapshot_download(name, **options))
+        found = Path(hub.snapshot_download(repository, **options))
         reason = "" if _is_whole(found) else "it has no config.json with weights in safetensors"
     except Exception as error:  # of huggingface_hub, of its HTTP library, or of the file system
         reason = _reason(error)

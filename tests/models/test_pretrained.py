@@ -167,6 +167,24 @@ def test_files_of_transformers_give_the_same_logits_here(shape, tmp_path, same_l
     same_logits(theirs, build_decoder(found, state))
 
 
+@pytest.mark.parametrize("shape", ["gemma3_text"], indirect=True)
+def test_the_language_model_of_a_model_with_images_is_read(model, folder):
+    """With names of older and of newer files, beside tensors of images."""
+    place = folder(model)
+    text = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    plain = to_huggingface(model.shape, model.state_dict())
+    for name_of in (
+        lambda name: f"language_model.{name}",
+        lambda name: f"model.language_model.{name.removeprefix('model.')}",
+    ):
+        images = {"vision_tower.patch.weight": torch.ones(2), "model.vision_tower.norm.weight": torch.ones(2)}
+        save_file({name_of(name): each for name, each in plain.items()} | images, place / "model.safetensors")
+        found, state = load_weights(place)
+        assert found == shape_there(model.shape)
+        assert all(torch.equal(state[name], each) for name, each in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [

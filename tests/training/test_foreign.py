@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_models import run_words, save_model
 from multipack.integrations.probe_documents import packed_batch
+from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
-from multipack.models.foreign import foreign_names, foreign_shape, open_foreign
+from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export
@@ -165,6 +166,56 @@ def test_what_it_cannot_do_is_refused(words, reason, tmp_path):
     config = compose([*run_words(tmp_path, tmp_path / "base"), *words])
     with pytest.raises(ValueError, match=reason):
         config.check(2)
+
+
+def test_the_language_model_of_a_model_with_images_is_trained_alone(tmp_path):
+    """Of files with its names in a model with images; the export is the language model."""
+    theirs = save_model("ministral3", tmp_path / "text")
+    given = json.loads((tmp_path / "text" / "config.json").read_text())
+    outer = transformers.Mistral3Config(text_config=given).to_dict()
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps({**outer, "text_config": given}))
+    for prefix in ("language_model.", "model.language_model."):
+        tensors = {
+            (
+                prefix + name if prefix != "model.language_model." else name.replace("model.", prefix, 1)
+            ): each.clone()
+            for name, each in theirs.state_dict().items()
+        }
+        tensors["vision_tower.patch_conv.weight"] = torch.ones(2)
+        save_file(tensors, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+        found, expected = model_of(tmp_path / "whole"), model_of(tmp_path / "text")
+        for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(one, other)
+    assert foreign_settings(str(tmp_path / "whole"))["architectures"] == ["Ministral3ForCausalLM"]
+
+
+def test_weights_in_mxfp4_are_read_as_their_definition_says(tmp_path):
+    """Two numbers of 4 bits a byte, low one first, and an exponent for 32 of them (OCP Microscaling, 2023)."""
+    config = tiny_config(transformers.AutoConfig.for_model("gpt_oss"))
+    config.hidden_size = config.intermediate_size = 32
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors, expected = load_file(tmp_path / "model.safetensors"), {}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+        whole = numbers * 2.0 ** (scales[..., None].float() - 127)
+        expected[name] = whole.reshape(experts, outputs, inputs).transpose(1, 2)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape = foreign_shape(str(tmp_path))
+    read = open_foreign(shape)
+    found = {theirs: read(ours) for ours, theirs in foreign_names(shape).items() if theirs in expected}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert "quantization_config" not in foreign_settings(str(tmp_path))
 
 
 def test_folders_that_hold_no_such_model_are_refused(tmp_path):

@@ -34,6 +34,10 @@ from multipack.integrations.attention_interface import register
 from multipack.machine import import_extra
 from multipack.shapes import SIZES, ModelShape
 
+MXFP4 = "mxfp4"
+"""The quantization of gpt-oss, which transformers can undo."""
+LANGUAGE = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+"""Names of tensors in a model with images → names in its language model."""
 PREFIX = "hf:"
 """Prefix of `model=hf:FOLDER`."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -42,32 +46,43 @@ _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotar
 
 
 def read_config(folder: str) -> Any:
-    """The configuration of transformers in a folder.
+    """The configuration of the language model in a folder; of a model with images, that of its part for text.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers has no model of it that predicts tokens, its weights are quantized, or it needs code.
+        ValueError: transformers has no model of it that predicts tokens, its weights are quantized otherwise than in
+            MXFP4, or it needs code.
     """
     library = _library(folder)
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model={PREFIX}{folder}: {_line(error)}") from None
+    quantized, config = getattr(config, "quantization_config", None), config.get_text_config()
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"model={PREFIX}{folder}: transformers has no causal language model of model_type={config.model_type!r}"
         )
-    if config.get_text_config() is not config:
+    if quantized and _method(quantized) != MXFP4:
         raise ValueError(
-            f"model={PREFIX}{folder}: model_type={config.model_type!r} has other inputs than text, whose parameters"
-            " would get no gradients: save its language model alone"
-        )
-    if getattr(config, "quantization_config", None):
-        raise ValueError(
-            f"model={PREFIX}{folder}: quantization_config={config.quantization_config!r:.60} is not supported; save a"
+            f"model={PREFIX}{folder}: quantization_config={quantized!r:.60} is not supported; save a"
             " copy with weights in bf16"
         )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights in MXFP4 are read as they are computed with, in bf16
     return config
+
+
+def foreign_settings(folder: str) -> dict[str, Any]:
+    """The content of a config.json of the language model in a folder, as `save_foreign` writes it."""
+    config = read_config(folder)
+    kind = _library(folder).AutoModelForCausalLM._model_mapping[type(config)]
+    return {**config.to_dict(), "architectures": [kind.__name__]}
+
+
+def _method(quantized: Any) -> str:
+    found = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    return str(getattr(found, "value", found))
 
 
 def foreign_shape(folder: str) -> ModelShape:
@@ -231,9 +246,16 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
                 return dict(library.AutoModelForCausalLM.from_config(config).state_dict())
+        given = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        more: dict[str, Any] = {}
+        if given.get_text_config() is not given:
+            more = {"config": read_config(folder), "key_mapping": LANGUAGE}
+        elif getattr(given, "quantization_config", None):
+            more = {"quantization_config": library.Mxfp4Config(dequantize=True)}
         try:
             model, report = library.AutoModelForCausalLM.from_pretrained(
                 folder,
+                **more,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,

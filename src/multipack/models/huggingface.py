@@ -303,6 +303,26 @@ def scores_of(config: Mapping[str, Any]) -> int:
     return len(config.get("id2label") or (0, 1)) if is_classifier else 0
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: `text_config` of a model with images, or all."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or not text:
+        return config
+    return {"model_type": f"{config.get('model_type')}_text", **text}
+
+
+def language_name(name: str) -> str:
+    """A tensor's name in a model with images → its name in the language model alone; empty if it is no part of that.
+
+    Older files have `language_model.model.layers…`, newer ones `model.language_model.layers…`.
+    """
+    if name.startswith("lm_head."):
+        return name
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.") if name.startswith("language_model.") else ""
+
+
 def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     """The shape of the decoder that is equivalent to the model of a config.json.
 
@@ -314,7 +334,7 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
         FileNotFoundError: the file does not exist.
     """
     where = source if isinstance(source, Path) else "config.json"
-    config = read_json(source) if isinstance(source, Path) else source
+    config = language_config(read_json(source) if isinstance(source, Path) else source)
     kind = str(config.get("model_type"))
     if kind not in BY_TYPE:
         raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(BY_TYPE)}")

@@ -19,6 +19,7 @@ from multipack.models.huggingface import (
     Origin,
     decoder_shape,
     family_of,
+    language_name,
     origins,
     parameter_shapes,
     to_huggingface,
@@ -53,10 +54,10 @@ def open_weights(
         try:
             files = {file: stack.enter_context(safe_open(file, "pt")) for file in _weight_files(folder)}
             held = {
-                tensors.full_name(name): (file, name)
+                tensors.full_name(own): (file, name)
                 for file, opened in files.items()
-                for name in opened.keys()  # noqa: SIM118 - no mapping
-                if not tensors.ignored.fullmatch(name)
+                for name, own in _names(opened, folder)
+                if not tensors.ignored.fullmatch(own)
             }
             slices = {name: files[file].get_slice(own) for name, (file, own) in held.items()}
             _check_tensors(shape, folder, slices)
@@ -91,11 +92,17 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     tensors, found = family_of(decoder_shape(folder / CONFIG)).tensors, dict[str, torch.dtype]()
     for file in _weight_files(folder):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - no mapping
-                found[tensors.full_name(name)] = _FLOATS.get(
-                    opened.get_slice(name).get_dtype(), torch.float32
-                )
+            for name, own in _names(opened, folder):
+                found[tensors.full_name(own)] = _FLOATS.get(opened.get_slice(name).get_dtype(), torch.float32)
     return found
+
+
+def _names(opened: Any, folder: Path) -> list[tuple[str, str]]:
+    """Names of a file's tensors, each with its name in the language model; tensors for images are left out."""
+    names = list(opened.keys())
+    if not read_json(folder / CONFIG).get("text_config"):
+        return [(name, name) for name in names]
+    return [(name, own) for name in names if (own := language_name(name))]
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:

@@ -24,7 +24,7 @@ from torch import Tensor
 from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.foreign import save_foreign
+from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import config_of, scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
 from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
@@ -94,7 +94,7 @@ def export(
     own_dtypes = stored_dtypes(trained.folder) if of_files else {}
     dtype = source_dtype(files) if dtype == "auto" else dtype
     # Raises if transformers has no such model, before anything is written.
-    own = read_object(files, CONFIG) if shape.architecture else config_of(shape)
+    own = foreign_settings(shape.architecture) if shape.architecture else config_of(shape)
     named = {"vocab_size": shape.vocabulary_size, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     config = merged_config(files, own | named, shape)
     texts, file = _texts(shape, tokenizer, template, config, files), WEIGHTS

@@ -55,7 +55,7 @@ def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: Model
     """
     kept = read_object(files, CONFIG)
     if shape.architecture:
-        same = True
+        same = not (kept.get("text_config") or kept.get("quantization_config"))
     else:
         try:
             before = decoder_shape(kept).to_dict()
