@@ -16,9 +16,9 @@ stablelm-*: stablelm            starcoder2-*: starcoder2        c4ai-command-r7b
 c4ai-command-r-*: cohere        command-r*: cohere              deepseek-v2*: deepseek_v2
 deepseek-v3*: deepseek_v3       deepcoder-*: qwen2              deepseek-r1-distill-qwen-*: qwen2
 deepseek-r1-distill-llama-*: llama
-devstral-*: mistral             magistral-small-2507: mistral   magistral-small-25*: mistral3
+devstral-*: mistral             magistral-small-2507: mistral   magistral-small-25*: mistral
 ministral-3-*: mistral3         ministral-8b-*: mistral         mistral-small-4-*: mistral4
-mistral-small-3*: mistral3      mistral-medium-3*: mistral3     mistral-*: mistral
+mistral-small-3*: mistral       mistral-medium-3*: mistral3     mistral-*: mistral
 mixtral-*: mixtral              voxtral-*: voxtral              zephyr-7b*: mistral
 qwen3.5-*-a*b*: qwen3_5_moe     qwen3.5-*: qwen3_5              qwen3-next-*: qwen3_next
 qwen3-*-a*b*: qwen3_moe         qwen3-*: qwen3                  qwen1.5-moe-*: qwen2_moe

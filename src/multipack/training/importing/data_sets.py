@@ -26,7 +26,7 @@ _MAPPED = {"role": ("role", "from"), "content": ("content", "value")}
 """Property of a message → its names in records."""
 FAMILY_TEMPLATES: dict[str, tuple[str, ...]] = {
     "gemma": ("gemma", "gemma2"),
-    "gemma3": ("gemma3", "gemma3_text"),
+    "gemma3": ("gemma3_text",),
     "gemma3n": ("gemma3n",),
     "gemma4": ("gemma4",),
     "gemma4_unified": ("gemma4_unified",),
@@ -43,7 +43,7 @@ FAMILY_TEMPLATES: dict[str, tuple[str, ...]] = {
     "llama4": ("llama4",),
     "jamba": ("jamba",),
     "falcon_h1": ("falcon_h1",),
-    "mistral_v7_tekken": ("mistral", "mistral3"),
+    "mistral_v7_tekken": ("mistral", "ministral3"),
 }
 """Template of Axolotl → types of models whose tokenizers come with it."""
 _WITHOUT_TEMPLATE = ("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-4-26b-a4b")

@@ -5,7 +5,6 @@ axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, notes, lacking ─▶ YA
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,6 @@ import yaml
 
 from multipack.training.importing.keys import DEFAULTS, NO_EFFECT, RULES, TRACKERS
 from multipack.training.importing.outcome import NotHonored
-from multipack.training.run_config import Config
-from multipack.words import describe, preset_names
 
 
 @dataclass(frozen=True)
@@ -92,13 +89,4 @@ def import_axolotl(given: Mapping[str, Any]) -> Imported:
             unneeded.append(key)
     if trackers := [name for key, name in TRACKERS.items() if given.get(key)]:
         settings["track.to"] = trackers
-    for name in sorted(settings.keys() - _known()):
-        lacking[name] = f"this version has no setting {name}"
-        del settings[name]
     return Imported(settings, notes, lacking, unneeded, commands)
-
-
-@functools.cache
-def _known() -> set[str]:
-    """Names of all settings, and of groups with presets."""
-    return {row[0] for row in describe(Config)} | {*preset_names(Config)}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from multipack.training.importing.data_sets import data_settings
 from multipack.training.importing.models import is_own, model_type
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
-from multipack.training.settings import OptimizerConfig
 
 # --- batches and optimizers -----------------------------------------------------------------------------
 
@@ -42,8 +41,6 @@ def optimizer(value: Any, keys: Keys) -> Honored:
     if value not in _OPTIMIZERS:
         raise NotHonored(f"optimizer={value}: there are {', '.join(_OPTIMIZERS)}")
     name, note = _OPTIMIZERS[value]
-    if name not in get_args(get_type_hints(OptimizerConfig)["name"]):
-        name, note = "adamw", "its states have 32 bits: more memory, less rounding"
     return Honored({"optimizer.name": name}, note)
 
 

@@ -91,6 +91,7 @@ FUNCTIONS: dict[str, Rule] = {
     "embedding_lr": partial(rules.rate_of, "embedding", relative=False),
     "peft": models.peft,
     "unfrozen_parameters": models.unfrozen,
+    "model_quantization_config": models.quantized_files,
     "micro_batch_size": rules.packs,
     "optimizer": rules.optimizer,
     "lr_scheduler": rules.schedule,
@@ -151,6 +152,7 @@ NOTED: dict[str, str] = {
 """Keys → what differs, without changing what is trained."""
 
 _FASTER = """
+    model_quantization_config_kwargs revision_of_model
     sample_packing eval_sample_packing gradient_accumulation_steps load_in_4bit peft_use_dora
     bnb_config_kwargs lr_scheduler_kwargs dpo_loss_type attn_implementation flash_attention xformers_attention
     sdp_attention flex_attention eager_attention flex_attn_compile_kwargs flash_attn_cross_entropy
@@ -203,7 +205,6 @@ CANNOT: dict[str, str] = {
     "gptq hqq": "weights quantized by this method",
     "diffusion": "masked diffusion",
     "model_config overrides_of_model_config": "other values than those of the model's config.json",
-    "model_quantization_config model_quantization_config_kwargs": "a quantized model: give one with weights in 16 bits",
     "tokens added_tokens_overrides": "new tokens: add them to the tokenizer's files",
     "default_system_message": "a system message for all chats: write it into the records",
     "fix_untrained_tokens": "changing the rows of tokens that were never trained",
@@ -213,7 +214,6 @@ CANNOT: dict[str, str] = {
     "lr_groups": "groups of learning rates: name them in optimizer.rules=[PATTERN lr=FACTOR, …]",
     "optim_target_modules optim_args": "options of this optimizer",
     "cosine_constant_lr_ratio lr_quadratic_warmup": "this shape of the schedule",
-    "revision_of_model": "a revision of the model: download it, and give its folder as base_model",
     "freeze_mm_modules full_finetune": "images and sound",
     "max_packed_sequence_len": "packs without boundaries: remove it, and set sample_packing",
     "center_rewards_coefficient": "rewards with a mean near 0",

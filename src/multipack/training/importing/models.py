@@ -12,7 +12,6 @@ from multipack.shapes.config_json import read_json
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
-from multipack.training.run_config import ModelConfig
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
@@ -20,6 +19,7 @@ NOT_HERE: dict[str, str] = {
         "its recurrent layers keep documents of a pack apart only with the packages causal_conv1d and"
         " flash-linear-attention",
     ),
+    "mistral4": "transformers has no causal language model of it",
     "jamba": "its recurrent layers carry state from one document of a pack into the next",
     "glm_moe_dsa": "its attention computes with its mask",
     "lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
@@ -29,8 +29,8 @@ NOT_HERE: dict[str, str] = {
     "gptj": "it reads a mask only",
     "qwen": "its code is on the hub, and no code of the hub is executed",
     **dict.fromkeys(
-        ("gemma2", "gemma4", "gemma4_unified", "cohere", "cohere2"),
-        "its logits are scaled or capped, which `model=hf:` does not compute",
+        ("gemma2", "gemma4", "gemma4_unified"),
+        "its logits are capped, which `model=hf:` does not compute",
     ),
     **dict.fromkeys(
         ("lfm2_vl", "qwen2_vl", "glm4v", "llava", "mllama", "paddleocr_vl", "voxtral"),
@@ -38,8 +38,12 @@ NOT_HERE: dict[str, str] = {
     ),
 }
 """Types of models that are refused with `model=hf:` → the reason."""
-_QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8", "mxfp4")
+_QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
 """Parts of the names of models whose files hold quantized weights."""
+
+
+LANGUAGE_MODELS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
+"""Type of models with images → that of the language model in them, which is trained alone."""
 
 
 def model_type(keys: Keys) -> str:
@@ -50,12 +54,15 @@ def model_type(keys: Keys) -> str:
         config = read_json(file)
         text = config.get("text_config")
         return str((text if isinstance(text, dict) else config).get("model_type", ""))
-    return model_type_of(name)
+    kind = model_type_of(name)
+    return LANGUAGE_MODELS.get(kind, kind)
 
 
 def base_model(value: Any, keys: Keys) -> Honored:
     """The weights to start from, and the architecture where it is not the decoder's."""
     kind, name = model_type(keys), str(value)
+    if revision := keys.get("revision_of_model"):
+        name = f"{name}@{revision}"
     if reason := NOT_HERE.get(kind):
         raise NotHonored(f"{kind} is not trained here: {reason}")
     if quantized := next((part for part in _QUANTIZED if part in name.lower()), ""):
@@ -67,8 +74,6 @@ def base_model(value: Any, keys: Keys) -> Honored:
             {"train.init_from": name}, "the architecture is not known by this name; the run checks it"
         )
     if kind not in BY_TYPE:
-        if "hf:" not in ModelConfig.PRESET_HINT:
-            raise NotHonored(f"there is no decoder of {kind}")
         return Honored({"model": f"hf:{name}"}, f"{kind} is trained with the code of transformers")
     if keys.get("reinit_weights"):
         preset = name.rpartition("/")[2].lower()
@@ -92,6 +97,14 @@ def mistral_tokenizer(value: Any, keys: Keys) -> Honored:
     return Honored(note="chats are written by the template of the tokenizer's files, not by mistral-common")
 
 
+def quantized_files(value: Any, keys: Keys) -> Honored:
+    """How a model with quantized weights is loaded: MXFP4, which gpt-oss has, is read in 16 bits."""
+    dequantized = (keys.get("model_quantization_config_kwargs") or {}).get("dequantize")
+    if value == "Mxfp4Config" and dequantized:
+        return NOTHING
+    raise NotHonored("a quantized model: give one with weights in 16 bits")
+
+
 def is_own(keys: Keys) -> bool:
     """Whether the decoder computes the base model."""
     return model_type(keys) in BY_TYPE
@@ -110,18 +123,22 @@ def adapter(value: Any, keys: Keys) -> Honored:
     """LoRA, QLoRA or DoRA."""
     peft = keys.get("peft") or {}
     settings: dict[str, Any] = {"adapter.name": "dora" if keys.get("peft_use_dora") else "lora"}
+    note = ""
     if value not in ("lora", "qlora"):
         raise NotHonored(f"adapter={value}: there are lora, qlora and DoRA")
     if value == "qlora" or keys.get("load_in_4bit") or peft.get("weight_dtype") == "nf4":
         double = (keys.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-        settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
+        if is_own(keys):
+            settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
+        else:
+            note = "models with the code of transformers are not quantized: more memory, and no rounding to 4 bits"
     if not (keys.get("lora_target_linear") or keys.get("lora_target_modules")):
         if not is_own(keys):
             raise NotHonored(
                 "lora_target_modules is missing: peft's defaults for this architecture are not known here"
             )
         settings["adapter.targets"] = ["q_proj", "v_proj"]
-    return Honored(settings)
+    return Honored(settings, note)
 
 
 def targets(value: Any, keys: Keys) -> Honored:
