@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
-from multipack.models.rotary import Rotation, rotate
+from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
@@ -97,6 +97,7 @@ class Attention(nn.Module):
 
     Attributes:
         attend: the attention function; context parallelism replaces it by ring attention.
+        rotate: (query, key, rotation) → both, rotated; models/kernels.py replaces it.
     """
 
     def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
@@ -117,6 +118,7 @@ class Attention(nn.Module):
         # Backends multiply by 1 / √D.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
         self.attend: Attend = attention
+        self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_both
 
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
@@ -134,7 +136,7 @@ class Attention(nn.Module):
         if self.scale != 1.0:
             query = query * self.scale
         if rotation is not None:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            query, key = self.rotate(query, key, rotation)
         values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)
         out: Tensor = self.output(values.flatten(1))
         return out
@@ -155,11 +157,15 @@ class FeedForward(nn.Module):
     """Feed-forward with GELU (GPT-2's tanh approximation), SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202).
 
     A class that replaces it must define `forward` and `matrices`.
+
+    Attributes:
+        swiglu: (gate, up) → their product after SiLU; models/kernels.py replaces it.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.activation = shape.activation
+        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
         if shape.gated:
             self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
         self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
@@ -169,7 +175,7 @@ class FeedForward(nn.Module):
         """(T, d) → (T, d)."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         if self.activation == "swiglu":
-            inner = F.silu(self.gate(x)) * self.up(x)
+            inner = self.swiglu(self.gate(x), self.up(x))
         elif self.activation == "geglu":
             inner = F.gelu(self.gate(x), approximate="tanh") * self.up(x)
         else:
@@ -184,6 +190,11 @@ class FeedForward(nn.Module):
         pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
         # A byte of a quantized matrix has two numbers.
         return [(each.shape[1] * (2 if each.dtype == torch.uint8 else 1), each.shape[0]) for each in pieces]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up."""
+    return F.silu(gate) * up
 
 
 def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from multipack.machine import available_memory
+from multipack.machine import available_memory, import_extra
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
+from multipack.models.kernels import MODULE, Kernel, problems, use_liger
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter
 from multipack.ops.nf4 import PARTS, Nf4, quantize
@@ -25,6 +29,7 @@ from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze
 from multipack.training.run_config import Config
 from multipack.training.weights import Reader
+from multipack.words import flatten
 
 
 def open_engine(
@@ -37,6 +42,7 @@ def open_engine(
     clock: Callable[[], float],
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
+    kernels = kernels_of(config, shape, mesh.world.device)
     # Code of transformers may compute in the dtype of a weight.
     held = torch.float32 if shape.architecture else dtype
     whole = _parameters(shape, config, held)
@@ -57,6 +63,8 @@ def open_engine(
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
         freeze(dict(model.named_parameters()), config.optimizer, whole)
+        if kernels:
+            use_liger(model, kernels, import_module(MODULE))
         tile_layers(model, config.train.tiles)
         recompute_blocks(model, config.train.recompute)
         if config.train.compile == "true":
@@ -83,6 +91,29 @@ def open_engine(
         micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
         clock=clock,
     )
+
+
+def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[Kernel]:
+    """The operations that Liger's kernels compute, by `model.kernels`.
+
+    Raises:
+        ValueError: it is liger, and this run cannot use one of them; the message has the reason.
+        ImportError: it is liger, which is not installed.
+    """
+    wanted = config.model.kernels
+    found = problems(shape, flatten(asdict(config)))
+    problem = f"this run is on a {device.type.upper()}" if device.type != "cuda" else ""
+    if shape.architecture:
+        problem = f"the code of model=hf:{shape.architecture} is that of transformers"
+    if wanted == "liger":
+        refused = (f"{reason} cannot be with its {kernel}" for kernel, reason in found.items() if reason)
+        if reason := problem or next(refused, ""):
+            raise ValueError(
+                f"model.kernels=liger: {reason}; use model.kernels=auto, which takes the kernels that suit, or torch"
+            )
+        import_extra(MODULE, "model.kernels=liger", "liger")
+    usable = wanted != "torch" and not problem and find_spec("liger_kernel") is not None
+    return [kernel for kernel, reason in found.items() if not reason] if usable else []
 
 
 def check_first_stage(config: Config, shape: ModelShape) -> None:

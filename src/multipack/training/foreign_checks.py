@@ -41,6 +41,7 @@ def check_settings(config: Any) -> None:
         ("train.tiles", train.tiles, 1),
         ("train.compile", train.compile, "false"),
         ("model.attention", model.attention, "auto"),
+        ("model.kernels", model.kernels, "torch"),
     ):
         if given not in (instead, "auto"):
             raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
@@ -34,7 +34,7 @@ FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_ste
 
 FREE_ON_RESUME = {
     *("plan.packs_per_step", "plan.micro_batches"),
-    *("model.attention", "model.dropout", "model.architecture"),
+    *("model.attention", "model.kernels", "model.dropout", "model.architecture"),
 }
 """Settings of plan and model that a resumed run may change."""
 
@@ -45,6 +45,9 @@ class ModelConfig(ModelShape):
 
     attention: str = "auto"
     """Attention backend: `auto` takes the first that supports device, dtype and shape."""
+
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norms, SwiGLU, rotations and the loss by Liger's kernels or torch's; auto = Liger's where it can, on GPUs."""
 
     PRESET_HINT: ClassVar[str] = " or hf:FOLDER, a model of transformers"
 
@@ -102,7 +105,7 @@ class Config:
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""
         values = self.model.with_vocabulary(vocabulary_size).to_dict()
-        del values["attention"]
+        del values["attention"], values["kernels"]
         return ModelShape(**values)
 
     def check(self, processes: int) -> None:
@@ -265,7 +268,7 @@ def compose_run(words: Iterable[str]) -> Config:
 def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
-    free = {"model.attention", "model.dropout"}
+    free = {"model.attention", "model.kernels", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
@@ -291,7 +294,7 @@ def saved_shape(checkpoint: Path) -> ModelShape:
     try:
         if not isinstance(model, dict):
             raise ConfigError("it has no group `model`")
-        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
+        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto", "kernels": "auto"}})
         shape = config.shape_with(config.model.vocabulary_size)
         if shape.architecture and (checkpoint / "config.json").is_file():
             return replace(shape, architecture=str(checkpoint))

@@ -21,6 +21,7 @@ from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
+from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
@@ -117,7 +118,7 @@ def header_rows(run: Trainer) -> Rows:
     tokenizer = run.corpus.tokenizer
     return [
         ("device", f"{world.device} ({device})"),
-        ("backend", f"{world.backend}, attention {_attention_backend(run)}"),
+        ("backend", f"{world.backend}, attention {_attention_backend(run)}{_kernels(run)}"),
         ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -282,6 +283,12 @@ def _comparison_rows(found: Comparison) -> Rows:
         ("packed / padded", f"{found.ratio:.2f} x (over {found.steps} pairs of steps)"),
         ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per token)"),
     ]
+
+
+def _kernels(run: Trainer) -> str:
+    """Names of the operations that Liger's kernels compute; empty = none."""
+    names = kernels_of(run.config, run.shape, run.world.device)
+    return f", liger ({', '.join(names)})" if names else ""
 
 
 def _attention_backend(run: Trainer) -> str:
