@@ -95,7 +95,7 @@ def drawn(kind):
     return initial_parameters(SHAPES[kind], SEED)
 
 
-def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False):
+def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False, dtype=torch.float32):
     """A decoder as engines ask for it: every process begins with the weights of one seed.
 
     `dequantized`: matrices are not quantized, and have the values that quantized ones stand for.
@@ -104,7 +104,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
     stored, adapter = adapter, replace(adapter, quantize="none") if dequantized else adapter
     with torch.device("meta"):
         whole = Decoder(shape)
-    add_adapters(whole, adapter)
+    add_adapters(whole, adapter, dtype)
     shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
     saved = frozenset(name for name, each in whole.named_parameters() if each.requires_grad)
     dtypes = {name: each.dtype for name, each in whole.named_parameters() if each.dtype != torch.float32}
@@ -129,7 +129,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
     def build(blocks):
         torch.manual_seed(seed)
         model = Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
-        add_adapters(model, adapter)
+        add_adapters(model, adapter, dtype)
         if not next(model.parameters()).is_meta:
             model.load_state_dict({name: initial(name, "cpu") for name, _ in model.named_parameters()})
         return model

@@ -11,6 +11,7 @@ from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training import checkpoint_tensors
@@ -125,3 +126,36 @@ def test_eight_bit_moments_continue_on_other_meshes(pools, words, tmp_path):
     train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4", "parallel.data=ddp"]))
     losses = [[r["loss"] for r in RunDirectory(out).records() if "loss" in r] for out in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_adapters_continue_with_the_same_losses_on_other_meshes(pools, words, tmp_path, kind):
+    """ZeRO-3 on 2 ranks; 2 pipeline × 2 tensor ranks; 1 process; compared with 1 process."""
+    shape = ModelShape(2, 2, 2, 64, 128, vocabulary_size=264, tied=False, context=64, head_dim=64)
+    torch.manual_seed(5)
+    values = config_yaml(compose([f"model.{name}={value}" for name, value in shape.to_dict().items()]))
+    base = RunDirectory(tmp_path / "base")
+    base.create(values)
+    files = {"config.yaml": values, "tokenizer.json": byte_tokenizer().to_json()}
+    model = dict(Decoder(shape).named_parameters())
+    CheckpointWriter(base, World(), 0).save(1, {"model": model}, {}, files)
+    steady = [word for word in words if not word.startswith(("train.steps", "model"))]
+    steady += [f"adapter={kind}", "adapter.rank=2", f"train.init_from={base.path}", "optimizer.decay_steps=6"]
+    steady += ["train.fixed_shape=true", "plan.packs_per_step=4"]
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    train(compose_run([*steady, "train.steps=6", f"out={whole}"]))
+    first = [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"]
+    pools(2).run(tiny.train_here, first, cache)
+    again = [f"out={parts}", "train.resume=true"]
+    pools(4).run(
+        tiny.train_here,
+        [*again, "train.steps=4", "parallel.data=ddp", "parallel.tensor=2", "parallel.pipeline=2"],
+        cache,
+    )
+    train(compose_run([*again, "train.steps=6", "parallel.tensor=1", "parallel.pipeline=1"]))
+    expected, found = (
+        [r["loss"] for r in RunDirectory(out).records() if "loss" in r] for out in (whole, parts)
+    )
+    assert len(found) == 6
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

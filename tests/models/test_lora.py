@@ -146,6 +146,20 @@ def test_a_merged_model_computes_the_same(name):
     torch.testing.assert_close(model.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_a_compiled_layer_computes_the_same(name):
+    layer = adapted(CONFIGS[name]).blocks[0].attention.query
+    x = torch.randn(13, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    trained = [each for each in layer.parameters() if each.requires_grad]
+    pairs = []
+    for call in (layer, torch.compile(layer)):
+        out = call(x)
+        pairs.append([out, *torch.autograd.grad(out.square().sum(), [x, *trained])])
+    for found, expected in zip(pairs[1], pairs[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_dropout_is_of_adapters_and_of_training_only():
     batch, model = packed([9, 5]), adapted(dataclasses.replace(LORA, dropout=0.5))
     model.eval()

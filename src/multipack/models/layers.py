@@ -71,12 +71,15 @@ class Block(nn.Module):
         """(inputs, outputs) of the matrices whose products selective checkpointing does not keep.
 
         These are the block's last product, which the backward pass does not read unless dropout or a norm follows;
-        with tiles, all products of the feed-forward, whose chunks are recomputed.
+        with tiles, all products of the feed-forward, whose chunks are recomputed; and updates of adapters, which cost
+        little and are as large as the products that they are added to.
         """
+        updates = {_inputs_outputs(each) for name, each in self.named_parameters() if name.endswith("lora_b")}
         matrices = self.feed_forward.matrices()
         if self.tiles > 1:
-            return set(matrices)
-        return set() if self.dropout or self.feed_forward_out_norm is not None else set(matrices[-1:])
+            return {*matrices, *updates}
+        last = self.dropout or self.feed_forward_out_norm is not None
+        return updates if last else {*matrices[-1:], *updates}
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The residual stream with the result of a branch."""
@@ -186,10 +189,9 @@ class FeedForward(nn.Module):
     def matrices(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of each matrix (of this rank's part of it), in the order of their use."""
         layers: list[Any] = list(self.children())
-        weights = [layer.weight_codes if layer.weight is None else layer.weight for layer in layers]
-        pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
-        # A byte of a quantized matrix has two numbers.
-        return [(each.shape[1] * (2 if each.dtype == torch.uint8 else 1), each.shape[0]) for each in pieces]
+        return [
+            _inputs_outputs(layer.weight_codes if layer.weight is None else layer.weight) for layer in layers
+        ]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -203,6 +205,14 @@ def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:
         return nn.LayerNorm(width or shape.d_model, eps=shape.norm_eps, bias=shape.bias)
     kind = OffsetRMSNorm if shape.norm == "rmsnorm+1" else RMSNorm
     return kind(width or shape.d_model, eps=shape.norm_eps)
+
+
+def _inputs_outputs(weight: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a matrix, or of this rank's part of it."""
+    rows, columns = (weight.to_local() if hasattr(weight, "to_local") else weight).shape
+    return columns * (
+        2 if weight.dtype == torch.uint8 else 1
+    ), rows  # a byte of a quantized matrix has two numbers
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

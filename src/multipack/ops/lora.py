@@ -74,12 +74,13 @@ class LoraLinear(nn.Linear):
         """`forward` with these tensors, which may be a rank's parts; `total` sums squares of rows over ranks."""
         if a is None or b is None:
             return linear(x, weight, bias)
-        update = F.linear(F.linear(F.dropout(x, self.dropout, self.training), a), b)
+        # Not torch.add(…, alpha=): torch's compiler joins the two products in one kernel and drops the factor.
+        update = F.linear(F.linear(F.dropout(x, self.dropout, self.training), a) * self.scale, b)
         if magnitude is None:
-            return torch.add(linear(x, weight, bias), update, alpha=self.scale)
+            return linear(x, weight, bias) + update
         lengths = total(row_squares(weight, a, b, self.scale)).sqrt()
         factor = magnitude / lengths.to(magnitude.dtype)
-        out = torch.add(linear(x, weight), update, alpha=self.scale)
+        out = linear(x, weight) + update
         out = out * factor.to(out.dtype)
         return out if bias is None else out + bias.to(out.dtype)
 

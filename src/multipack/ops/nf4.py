@@ -207,10 +207,11 @@ def _on(table: Tensor, like: Tensor) -> Tensor:
 
 @cache
 def _bitsandbytes() -> Callable[..., Tensor] | None:
-    """The kernel of bitsandbytes that dequantizes, where it is installed."""
+    """The kernel of bitsandbytes that dequantizes, where it is installed; before 0.46 it was no operator."""
     if find_spec("bitsandbytes") is None:
         return None
     import bitsandbytes  # noqa: F401 - registers its operators
 
-    kernel: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+    found = getattr(torch.ops.bitsandbytes, "dequantize_4bit", None)
+    kernel: Callable[..., Tensor] | None = None if found is None else found.default
     return kernel
