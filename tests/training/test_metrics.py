@@ -14,7 +14,7 @@ from multipack.planning.packing import Packs
 from multipack.shapes import ModelShape
 from multipack.training import precision
 from multipack.training.feed import StepData
-from multipack.training.metrics import format_line, step_metrics
+from multipack.training.metrics import evaluation_line, format_line, step_line, step_metrics
 from multipack.training.precision import (
     choose_dtype,
     deterministic,
@@ -61,6 +61,21 @@ def test_every_rate_follows_its_definition():
     assert all(math.isfinite(value) for value in step_metrics(DATA, RESULT, 0, 0.0, 1).values())
     line = format_line({"step": 7, "lr": 1e-3, "loss": 3.0, "tps": 80.4, "sps": 6.0})
     assert line == "step=7 lr=0.001 loss=3.0000 tps=80 sps=6.00"
+
+
+def test_a_step_and_an_evaluation_are_a_line():
+    record = {"step": 7, "loss": 3.0, "tps": 81234.4, "mfu": 41.25}
+    assert step_line(record, 1200, 3.5, 4000.4) == (
+        "step    7/1200  loss 3.0000  val 3.5000  81,234 tokens/s  MFU 41.2 %  1:06:40 left"
+    )
+    assert step_line(record | {"mfu": 0, "skipped": 1.0}, 7, None, 59.9) == (
+        "step 7/7  loss 3.0000  81,234 tokens/s  skipped  1:00 left"
+    )
+    values = {"step": 7, "train_loss": 2.0, "val_loss": 1.5}
+    assert evaluation_line(values) == (
+        "evaluation after step 7: validation loss 1.5000 (perplexity 4.482), train loss 2.0000"
+    )
+    assert evaluation_line({"step": 0, "val_loss": 0.5}, tokens=False).endswith("validation loss 0.5000")
 
 
 def test_the_dtype_auto_is_what_the_device_computes_natively(monkeypatch):

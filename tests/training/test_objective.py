@@ -196,7 +196,7 @@ def test_a_resumed_run_of_pairs_needs_no_reference_weights(words, sums, tmp_path
     start = [*sums, f"train.init_from={base}"]
     train(compose_run([*start, "train.steps=4", f"out={whole}"]))
     printed = capsys.readouterr().out
-    assert "reward_margin" in printed
+    assert "reward margin" in printed
     assert re.search(
         r"final validation loss \S+, reward accuracy \S+, reward margin \S+ after 4 steps", printed
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -67,21 +68,41 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
     assert found.evaluations[-1]["val_loss"] == result.val_loss
     assert set(found.steps[0]) == set(LEGEND) - {"train_loss", "val_loss"}
     for row in (
+        "1 process on cpu",
         "attention loop",
-        "none: one process",
-        "corpus hash",
-        "packing efficiency",
+        "of the slots hold tokens, padded rows",
+        "log.verbose=true prints more",
         "pad factor",
         str(out / "metrics.jsonl"),
+        f"final validation loss {result.val_loss:.4f} (perplexity {math.exp(result.val_loss):.4g})",
     ):
-        assert row in printed, row
+        assert row in " ".join(printed.split()), row
+    assert len(printed.partition("start-up time")[0].strip().splitlines()) <= 10
+    steps = re.findall(r"^step .*", printed, re.M)
+    assert max(map(len, steps)) <= 100
+    assert re.fullmatch(
+        r"step 6/6  loss \d\.\d{4}  val \d\.\d{4}  [\d,]+ tokens/s  (MFU [\d.]+ %  )?0:00 left", steps[-1]
+    )
     assert "\x1b[" not in printed  # not a terminal: plain lines
-    assert printed.count("\nstep=") == 4  # the first, and every second one
+    assert len(steps) == 4  # the first, and every second one
     assert result.comparison.ratio > 0
     assert (out / "samples.txt").read_text().count("=== step") == len(found.evaluations)
     names = ["best", "latest", "step-00000003", "step-00000006"]
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == names
     assert RunDirectory(out).best_checkpoint().name == "step-00000006"
+
+
+def test_details_are_printed_on_request(words, tmp_path, capsys):
+    train(compose([*words, "train.steps=1", "log.verbose=true", f"out={tmp_path / 'run'}"]))
+    printed = capsys.readouterr().out
+    for text in (
+        "corpus hash",
+        "packing efficiency",
+        "cost_spread ",
+        "\nstep=1 loss=",
+        "\nevaluation step=1 ",
+    ):
+        assert text in printed, text
 
 
 def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, files):
@@ -150,7 +171,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(finished, words, tmp_path, f
     program = [sys.executable, "-m", "multipack", "train", *changed(words, "log.every=1"), f"out={out}"]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     for line in process.stdout:
-        if line.startswith("step=5 "):
+        if line.startswith("step 5/"):
             process.send_signal(signal.SIGKILL)
             break
     process.stdout.read()

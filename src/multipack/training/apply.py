@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import Callback, Callbacks, NonFiniteLoss
 from multipack.training.feed import EpochFeed, StepData, StreamFeed
-from multipack.training.metrics import LEGEND, format_line, step_metrics
+from multipack.training.metrics import LEGEND, format_line, step_line, step_metrics
 from multipack.training.objective import Objective
 from multipack.training.run_config import Config
 from multipack.training.run_files import RunFiles
@@ -118,6 +119,8 @@ class StepApplier:
     step: int
     steps: int
     loss: float
+    val_loss: float | None
+    started: tuple[int, float]
     running: list[float]
     ending: str
     interrupted: bool
@@ -247,7 +250,12 @@ class StepApplier:
         self._publish(record)
         every = self.config.log.every
         if every and (step % every == 0 or step == 1):
-            self.console.line(format_line(record))
+            self.console.line(format_line(record) if self.config.log.verbose else self._step_line(record))
+
+    def _step_line(self, record: dict[str, float]) -> str:
+        (first, began), step = self.started, record["step"]
+        seconds = (time.monotonic() - began) / (step - first) * (self.steps - step)
+        return step_line(record, self.steps, self.val_loss, seconds)
 
     def _publish(self, values: dict[str, float]) -> None:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Mapping
@@ -78,6 +79,51 @@ def peak_memory_bytes() -> int:
     return usage if sys.platform == "darwin" else usage * 1024
 
 
+def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, seconds_left: float) -> str:
+    """A step as one line of at most 100 columns.
+
+    Args:
+        metrics: record of the step.
+        steps: last step of the run.
+        val_loss: of the last evaluation; None = there was none.
+        seconds_left: estimated time to the end of the run.
+    """
+    step = f"step {metrics['step']:>{len(str(steps))}.0f}/{steps}"
+    parts = [step, f"loss {metrics['loss']:.4f}"]
+    parts += [f"val {val_loss:.4f}"] if val_loss is not None else []
+    parts += [f"{metrics['tps']:,.0f} tokens/s"]
+    parts += [f"MFU {metrics['mfu']:.1f} %"] if metrics.get("mfu") else []
+    parts += ["skipped"] if metrics.get("skipped") else []
+    return "  ".join([*parts, f"{duration(seconds_left)} left"])
+
+
+def evaluation_line(metrics: Mapping[str, float], tokens: bool = True) -> str:
+    """An evaluation as one line.
+
+    Args:
+        metrics: record of the evaluation.
+        tokens: whether losses are means over tokens, which have a perplexity.
+    """
+    named = {name: value for name, value in metrics.items() if name not in ("step", "val_loss")}
+    others = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in named.items()]
+    shown = ", ".join([loss_text(metrics["val_loss"], tokens), *others])
+    return f"evaluation after step {metrics['step']:.0f}: {shown}"
+
+
+def loss_text(loss: float, tokens: bool = True) -> str:
+    """A validation loss with its perplexity, e^loss."""
+    return f"validation loss {loss:.4f}" + (
+        f" (perplexity {math.exp(min(loss, 700.0)):.4g})" if tokens else ""
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1:02:03`, or `2:03` below an hour."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def format_line(metrics: Mapping[str, float]) -> str:
-    """Metrics as one line, in the order given: `step=10 loss=3.1543 dt=0.2828 …`."""
+    """All metrics as one line, in the order given: `step=10 loss=3.1543 dt=0.2828 …`."""
     return " ".join(f"{name}={value:{FORMATS.get(name, '.4f')}}" for name, value in metrics.items())

@@ -24,7 +24,7 @@ from multipack.reports.summary import Rows, report_rows
 from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
-from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
+from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
@@ -35,26 +35,62 @@ from multipack.training.trainer import Trainer
 
 
 def print_header(run: Trainer, seconds: float) -> None:
-    """Print the run's header, its plan, and the legend of metrics; building the run took `seconds`."""
-    console, config = run.console, run.config
-    console.section("run", rows := header_rows(run))
-    measured = measure_plan(run) if console.enabled else None
-    if console.enabled:
-        console.section("plan", plan_rows(run, measured))
+    """Print what is trained, on which documents and where; building the run took `seconds`.
+
+    With `log.verbose`, also everything that the run resolved, the planner's report, and the legend of metrics.
+    """
+    console = run.console
+    rows, measured = header_rows(run), measure_plan(run) if console.enabled else None
     if run.files.log is not None:
         run.files.log.event("start", start_record(run, rows, measured))
+    if run.config.log.verbose:
+        _print_details(run, rows, measured)
+    elif console.enabled:
+        console.section("run", brief_rows(run, dict(rows), measured))
+    for note in run.notes:
+        console.paragraph(f"note: {note}")
+    start = f"continuing after step {run.step}" if run.step else "starting"
+    more = "" if run.config.log.verbose else "; log.verbose=true prints more"
+    console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
+    if run.step >= run.steps and not run.config.train.eval_only:
+        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to continue")
+
+
+def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
+    """Print the whole header, the report of the plan and the legend of metrics."""
+    console, config = run.console, run.config
+    console.section("run", rows)
+    if console.enabled:
+        console.section("plan", plan_rows(run, measured))
     legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
     if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
         legend["dt_predicted"] = PREDICTED
     if config.train.dtype == "fp16":
         legend["skipped"] = SKIPPED
     console.table("legend", ["metric", "meaning"], list(legend.items()))
-    for note in run.notes:
-        console.paragraph(f"note: {note}")
-    start = f"continuing after step {run.step}" if run.step else "starting"
-    console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps} steps in all")
-    if run.step >= run.steps and not config.train.eval_only:
-        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to continue")
+
+
+def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
+    """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
+    config, corpus, world = run.config, run.corpus, run.world
+    plan = f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens a step"
+    held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
+    if measured is not None:
+        found, share = measured
+        plan += f": {found.efficiency:.1%} of the slots hold tokens, padded rows {share:.1%}"
+        plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
+    ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
+    parallel = f"; {rows['parallel']}" if world.size > 1 else ""
+    return [
+        ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
+        *((name, rows[name]) for name in ("adapter",) if name in rows),
+        ("documents", f"{rows['corpus']}{held}"),
+        *corpus_notes(corpus),
+        ("plan", plan),
+        ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
+        ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
+        ("folder", rows["run directory"]),
+    ]
 
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
@@ -89,9 +125,8 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         ]
         found += run.val_losses.items()
         shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
-        console.line(
-            f"\n{', '.join([f'final validation loss {run.val_loss:.4f}', *shown])} after {run.step} steps"
-        )
+        loss = loss_text(run.val_loss, tokens=not run.objective.legend)
+        console.line(f"\n{', '.join([f'final {loss}', *shown])} after {run.step} steps")
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class LogConfig:
 
     every: int = 10
     """Steps between log lines; 0 = none. metrics.jsonl has every step."""
+    verbose: bool = False
+    """Print everything that the run resolved, the planner's report, the legend, and all metrics of a step."""
     all_ranks: bool = False
     """Every rank prints, with time and rank in each line."""
     layer_norms: bool = False

@@ -33,7 +33,7 @@ from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.foreign_checks import FOREIGN_NOTES, check_isolated
 from multipack.training.inference import complete_batch
-from multipack.training.metrics import format_line
+from multipack.training.metrics import evaluation_line, format_line
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak
 from multipack.training.progress import checked_progress
@@ -83,6 +83,7 @@ class Trainer(StepApplier):
         val_metrics: the objective's metrics of that evaluation.
         running: summed loss since the last evaluation, and what it is divided by.
         ending: reason to stop before the last step; empty while the loop continues.
+        started: step and time of the loop's beginning, to estimate the time left.
         interrupted: whether a rank received a signal, or waited too long for documents; equal on every rank.
         stop: records the signal that asks to stop.
 
@@ -205,7 +206,9 @@ class Trainer(StepApplier):
         self.val_losses = {name: loss for name, loss in losses.items() if "/" in name}
         values |= {**losses, **self.val_metrics}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
-        self.console.line(f"evaluation {format_line(values)}", style="bold")
+        brief = evaluation_line(values, tokens=not self.objective.legend)
+        whole = f"evaluation {format_line(values)}"
+        self.console.line(whole if self.config.log.verbose else brief, style="bold")
         if not math.isfinite(self.val_loss):
             self.diverged(f"the validation loss after step {self.step} is not finite", [])
         self._publish(values)
@@ -225,13 +228,12 @@ class Trainer(StepApplier):
         whole = self.engine.is_whole and not self.shape.architecture
         if not (prompts and train.sample_tokens and whole and self.world.is_main):
             return
-        prompt = prompts[(self.step // max(train.eval_every, 1)) % len(prompts)]
         sampling = Sampling(
             train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
         )
         with self.engine.evaluating() as model:
-            (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, [prompt], sampling)
-        text = f"{prompt}▌{completion.text}"
+            (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, prompts[:1], sampling)
+        text = f"{prompts[0]}▌{completion.text}"
         if self.files.log is not None:
             self.files.log.sample(self.step, text)
             self.callbacks.sample(self.step, text)
@@ -264,6 +266,7 @@ class Trainer(StepApplier):
     def _steps(self) -> Iterator[tuple[int, StepData]]:
         """Yield the number and the data of each step until the run ends."""
         last = self.step if self.config.train.eval_only else self.steps
+        self.started = self.step, time.monotonic()
         feed = iter(self.feed)
         with self.console.progress("training") as advance:
             self._mark = self.engine.clock.mark()
