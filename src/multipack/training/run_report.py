@@ -72,7 +72,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
     """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
-    config, corpus, world = run.config, run.corpus, run.world
+    config, corpus = run.config, run.corpus
     plan = f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
     if measured is not None:
@@ -80,7 +80,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
         plan += f": {found.efficiency:.1%} of the slots hold tokens, padded rows {share:.1%}"
         plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
-    parallel = f"; {rows['parallel']}" if world.size > 1 else ""
+    parallel = "" if rows["parallel"].startswith("none") else f"; {rows['parallel']}"
     return [
         ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
