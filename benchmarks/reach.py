@@ -37,6 +37,7 @@ def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
         "packing": len(found),
         "own_decoder": len(own),
         "with_hf": len(resolved),
+        "more_bits": sum(map(_has_more_bits, resolved.values())),
         "share": round(len(resolved) / max(len(found), 1), 4),
         "unpacked": sum(
             not import_axolotl(each["config"]).lacking
@@ -52,6 +53,12 @@ def _is_foreign(found: Imported) -> bool:
     return str(found.settings.get("model", "")).startswith("hf:")
 
 
+def _has_more_bits(found: Imported) -> bool:
+    """Whether weights, states or products have more bits than were asked for."""
+    keys = {"adapter", "load_in_8bit", "quantize_moe_experts", "fp8"}
+    return bool(keys & found.notes.keys()) or "bits instead of" in found.notes.get("optimizer", "")
+
+
 def page(figures: dict[str, Any]) -> str:
     """The part of docs/axolotl.md with the figures."""
     packing = figures["packing"]
@@ -61,6 +68,7 @@ def page(figures: dict[str, Any]) -> str:
         f"| that pack | {packing} | |",
         f"| resolve completely, our decoder | {figures['own_decoder']} | {figures['own_decoder'] / packing:.0%} |",
         f"| resolve completely, with `model=hf:` | {figures['with_hf']} | {figures['share']:.0%} |",
+        f"| of these, with more bits than asked for (weights, states, products) | {figures['more_bits']} | |",
         "",
         "What the others lack:",
         "",

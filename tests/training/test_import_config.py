@@ -91,6 +91,12 @@ def test_documents_of_every_kind(imported):
     _, config = imported(datasets=[pairs], rl="ipo", rl_beta=0.2, sample_packing=None)
     assert (config.preference.loss, config.preference.beta, config.data.as_chat) == ("ipo", 0.2, True)
     assert (config.data.fields[0], config.plan.max_documents) == ("question", 1)
+    labels = {"path": "a/b", "type": "llama3.ultra"}
+    _, config = imported(datasets=[labels], rl="kto", kto_desirable_weight=0.5)
+    assert (config.data.format, config.preference.desirable) == ("label", 0.5)
+    rewards = {"path": "a/b", "type": "bradley_terry.chat_template"}
+    _, config = imported(datasets=[rewards], reward_model=True, num_labels=1)
+    assert (config.data.format, config.preference.loss) == ("preference", "reward")
 
 
 def test_the_prompts_of_an_imported_file_are_read(imported, tmp_path):

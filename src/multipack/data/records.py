@@ -29,6 +29,7 @@ from multipack.data.data_config import DataConfig
 from multipack.data.texts import Message, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
+ALPACA_FIELDS = ("instruction", "input", "output")
 FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("chat", ("messages",)),
@@ -36,7 +37,7 @@ FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("text", ("text",)),
     ("label", ("prompt", "completion", "label")),
     ("completion", ("prompt", "completion")),
-    ("alpaca", ("instruction", "input", "output")),
+    ("alpaca", ALPACA_FIELDS),
     ("alpaca", ("instruction", "output")),
 )
 """Form of a record that has all of these fields; the first match counts, where a label is true or false. A preference
@@ -151,7 +152,7 @@ class RecordReader:
                 )
             form, fields = (found or known)[0]
             if form == "alpaca":
-                fields = FORMS[-2][1]  # other records may have an input, too
+                fields = ALPACA_FIELDS  # other records may have an input, too
             if form == "preference":
                 fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
         if form == "chat":

@@ -195,8 +195,11 @@ def _check_messages(given: Entry, keys: Entry) -> None:
 
 
 def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: str) -> Settings:
-    """Preference pairs."""
+    """Preference pairs, or for KTO labeled answers."""
     found: Settings = {"format": "preference"}
+    if keys.get("rl") == "kto" and name in BUILT_IN_TEMPLATES and detail in _PAIRS:
+        fields = [_PAIRS[detail], "completion", "label"]
+        return {"format": "label", "fields": fields, "as_chat": True, "chat_template": name}
     if name == "bradley_terry":
         name, detail = detail, ""
     if name == "chat_template":

@@ -185,7 +185,7 @@ _PLUGINS = {
     "ExpertParallelPlugin": "experts are divided as other weights are, by parallel.data=zero3",
 }
 
-_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+_LOSSES = {"dpo": "sigmoid"}
 
 
 def preference(value: Any, keys: Keys) -> Honored:
@@ -204,7 +204,14 @@ def preference(value: Any, keys: Keys) -> Honored:
 
 def reward_model(value: Any, keys: Keys) -> Honored:
     """Bradley-Terry reward models."""
-    raise NotHonored("reward models are not trained here")
+    return Honored({"preference.loss": "reward"})
+
+
+def num_labels(value: Any, keys: Keys) -> Honored:
+    """A reward model has one score."""
+    if value == 1 and keys.get("reward_model"):
+        return NOTHING
+    raise NotHonored("classifiers")
 
 
 def compiled(value: Any, keys: Keys) -> Honored:
