@@ -43,6 +43,8 @@ SHAPES["families"] = replace(
     embedding_scale=3.0,
     residual_scale=0.5,
     attention_scale=0.6,
+    attention_cap=2.0,
+    logit_cap=3.0,
     logit_divisor=2.0,
 )
 # All matrices have one shape: for each, torch's first step with Muon on tensor ranks compares placements for seconds.

@@ -59,6 +59,15 @@ def make_shape(name: str) -> ModelShape:
         "qwen2": {"kv_heads": 2, "qkv_bias": True},
         "qwen3": {"kv_heads": 2, "head_norm": "head", "head_dim": 12},
         "gemma": gemma,
+        "gemma2": {
+            **gemma,
+            **some_windows,
+            "norms": "around",
+            "kv_heads": 2,
+            "attention_scale": 5**-0.5,
+            "attention_cap": 2.0,
+            "logit_cap": 3.0,
+        },
         "gemma3_text": {
             **gemma,
             **some_windows,

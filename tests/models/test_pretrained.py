@@ -28,7 +28,19 @@ NAMES = [
         "dynamic",
         "yarn",
     ),
-    *("mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "olmo3", "smollm3"),
+    *(
+        "mistral",
+        "ministral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+    ),
     *("granite", "seed_oss", "starcoder2"),
 ]
 ALL = pytest.mark.parametrize("shape", NAMES, indirect=True)
@@ -326,7 +338,7 @@ GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
 def test_unsupported_models_are_refused(tmp_path):
     for config, changes, named in (
         (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type="),
-        (LLAMA_CONFIG, {"model_type": "gemma2"}, "gemma2.* llama, mistral"),
+        (LLAMA_CONFIG, {"model_type": "cohere"}, "cohere.* llama, mistral"),
         (LLAMA_CONFIG, {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
         (LLAMA_CONFIG, {"num_hidden_layers": 1 << 64}, r"model\.layers must be between 1 and"),
         (LLAMA_CONFIG, {"hidden_size": 10**30}, r"model\.d_model must be between 1 and"),

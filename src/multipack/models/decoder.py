@@ -34,6 +34,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.allocate import allocate
 from multipack.ops.attention import find_backend
 from multipack.ops.autocast import at_least_float32
+from multipack.ops.logits import soft_capped
 from multipack.ops.loss import linear_cross_entropy
 from multipack.ops.norm import OffsetRMSNorm
 from multipack.shapes import ModelShape
@@ -141,6 +143,11 @@ class Decoder(nn.Module):
             _check_planning_only(shape)
         if attention != "auto":
             find_backend(attention)
+            if shape.attention_cap:
+                raise ValueError(
+                    f"model.attention={attention} computes no soft cap of scores"
+                    f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
+                )
         self.shape = shape
         self.loss_function = loss_function
         self.training_loss = training_loss or loss_function
@@ -186,19 +193,25 @@ class Decoder(nn.Module):
         """
         if not self.part.is_last:
             return self.hidden(batch, x=x)
-        weighted = {} if batch.weights is None else {"weights": batch.weights}
+        options = {} if batch.weights is None else {"weights": batch.weights}
         loss_function = self.training_loss if self.training else self.loss_function
         return loss_function(
             self.hidden(batch, x=x),
             self.output_weight,
             batch.targets,
             num_targets=batch.num_target_tokens,
-            **weighted,
+            **options,
+            **self.loss_options,
         )
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """(T, V) logits of the whole batch at once: for tests and small batches."""
-        return F.linear(self.hidden(batch), self.output_weight)
+        return soft_capped(F.linear(self.hidden(batch), self.output_weight), self.shape.logit_cap)
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """Arguments of loss functions that follow from the shape."""
+        return {"logit_cap": self.shape.logit_cap} if self.shape.logit_cap else {}
 
     def hidden(
         self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None

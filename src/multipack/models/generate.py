@@ -28,6 +28,7 @@ from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.kv_cache import KeyValueCache
 from multipack.models.sampling import Sampling, TextDecoder, TextStream, draw
+from multipack.ops.logits import soft_capped
 
 PACK_TOKENS = 16_384
 """Maximum number of tokens of a pack of several prompts."""
@@ -251,7 +252,8 @@ def _continue(
         while waiting or running:
             while waiting and len(running) < together:
                 running.append(waiting.popleft())
-            logits = F.linear(runner.last_hidden(running), model.output_weight)
+            rows = F.linear(runner.last_hidden(running), model.output_weight)
+            logits = soft_capped(rows, model.shape.logit_cap)
             for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
                 text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
             running = [text for text in running if text.reason is None]

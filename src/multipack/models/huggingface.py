@@ -254,7 +254,7 @@ def _written_settings(shape: ModelShape, family: Family) -> dict[str, Any]:
         value = getattr(shape, field)
         if field == "bias":
             found |= {name: value} | ({"mlp_bias": value} if name == "attention_bias" else {})
-        elif field == "window":
+        elif field in ("window", "attention_cap", "logit_cap"):
             found[name] = value or None
         elif field == "full_every":
             kinds = ("full_attention", "sliding_attention")

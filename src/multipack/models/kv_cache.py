@@ -19,6 +19,7 @@ from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.ops.attention import attention
+from multipack.ops.attention.explicit import capped_attention, weighted
 from multipack.ops.autocast import autocast_dtype
 from multipack.shapes import ModelShape
 
@@ -43,6 +44,7 @@ class KeyValueCache:
 
     def __init__(self, shape: ModelShape, rows: int, like: Tensor) -> None:
         self.rows, self.limit = rows, shape.context
+        self.cap = shape.attention_cap or None
         self.windows = {shape.window_of(layer) for layer in range(shape.layers)}
         self.lengths: list[int] = []
         size = 2, rows, shape.kv_heads, 0, shape.head_width
@@ -141,9 +143,13 @@ class KeyValueCache:
         keys, values = self.stored[layer]
         keys[rows, :, columns], values[rows, :, columns] = key, value
         if not self._visible:
-            return attention(query, key, value, batch, backend, window)
+            attend = attention if self.cap is None else partial(capped_attention, self.cap)
+            return attend(query, key, value, batch, backend, window)
         first, last, mask = self._visible[window or 0]
         # The H / K query heads of a key head become its queries, so keys are not copied.
         queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (x[: len(query), :, first:last] for x in (keys, values))
+        if self.cap is not None:
+            scale = queries.shape[-1] ** -0.5
+            return weighted(queries, keys, values, mask, scale, self.cap, None, 0.0).flatten(1, 2)
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)

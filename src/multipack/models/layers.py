@@ -9,6 +9,7 @@ Tensors have no batch dimension: their first dimension is the T tokens of a pack
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.batch import PackedBatch
 from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
+from multipack.ops.attention.explicit import capped_attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
 from multipack.shapes import ModelShape
@@ -120,7 +122,9 @@ class Attention(nn.Module):
         self.head_norm = shape.head_norm
         # Backends multiply by 1 / √D.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
-        self.attend: Attend = attention
+        self.attend: Attend = (
+            partial(capped_attention, shape.attention_cap) if shape.attention_cap else attention
+        )
         self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_both
 
     def forward(

@@ -95,7 +95,11 @@ class PreferenceDecoder(Decoder):
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 log-probabilities of both answers, summed over their targets."""
         of_tokens = self.log_probabilities(
-            self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
+            self.hidden(batch),
+            self.output_weight,
+            batch.targets,
+            num_targets=batch.num_target_tokens,
+            **self.loss_options,
         )
         return self._per_pair(of_tokens, batch)
 

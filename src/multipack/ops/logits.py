@@ -1,4 +1,4 @@
-"""How many logits exist at a time, and their losses and gradient in one function for torch.compile.
+"""Logits: how many exist at a time, soft caps, and their losses and gradient in one function for torch.compile.
 
 torch.compile fuses `softmax_of_logits` into two reads and one write of the logits. Without it ops/loss.py is faster,
 with torch's own kernel of log-softmax, in place.
@@ -11,8 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from multipack.data.batch import IGNORE
 from multipack.ops.autocast import at_least_float32
 
 CHUNK_TOKENS = 1024
@@ -24,6 +26,13 @@ CHUNK_BYTES = 2**30
 def chunk_rows(columns: int, device: torch.device) -> int:
     """Rows of logits that exist at a time, for a number of columns."""
     return max(CHUNK_TOKENS, 0 if device.type == "cpu" else CHUNK_BYTES // (4 * columns))
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """`cap` · tanh(logits / `cap`), in at least float32; the logits themselves if `cap` is 0."""
+    if not cap:
+        return logits
+    return (logits.to(at_least_float32(logits.dtype)) / cap).tanh_().mul_(cap)
 
 
 def softmax_of_logits(
@@ -59,3 +68,46 @@ def softmax_of_logits(
 def compiled_softmax() -> Callable[..., Any]:
     """`softmax_of_logits`, compiled once for all numbers of rows."""
     return torch.compile(softmax_of_logits, dynamic=True)
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank in a group, and the group's size; None is a group of one."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def check_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    num_targets: int | None,
+    weights: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Check the arguments; return the int64 indices of rows with a target."""
+    shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden (T, d) and weight (V, d), got {shapes}")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"{shapes} need targets ({len(hidden)},), got {tuple(targets.shape)}")
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one dtype, or autocast")
+    if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
+        raise ValueError(
+            f"expected floating-point weights ({len(targets)},), got {weights.dtype} {tuple(weights.shape)}"
+        )
+    if weights is not None and weights.requires_grad:
+        raise ValueError("weights get no gradient: pass weights.detach()")
+    counted = targets != IGNORE
+    if num_targets is not None and targets.device.type != "cpu":
+        return torch.nonzero_static(counted, size=num_targets).flatten()
+    rows = counted.nonzero().flatten()
+    if targets.device.type == "cpu":
+        vocabulary = len(weight) * rank_and_size(group)[1]
+        wrong = counted & ((targets < 0) | (targets >= vocabulary))
+        if wrong.any():
+            raise ValueError(
+                f"target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary:,} (and is not {IGNORE})"
+            )
+        if num_targets is not None and num_targets != len(rows):
+            raise ValueError(f"num_targets={num_targets}, but {len(rows)} targets are not {IGNORE}")
+    return rows

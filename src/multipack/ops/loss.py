@@ -37,9 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multipack.data.batch import IGNORE
 from multipack.ops.autocast import at_least_float32, autocast_dtype
-from multipack.ops.logits import chunk_rows, compiled_softmax
+from multipack.ops.logits import check_rows, chunk_rows, compiled_softmax, rank_and_size, soft_capped
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,6 +64,7 @@ class _Options:
     label_smoothing: float = 0.0
     group: dist.ProcessGroup | None = None
     compiled: bool = False
+    logit_cap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "vocabulary_tiles"):
@@ -88,6 +88,7 @@ def linear_cross_entropy(
     vocabulary_tiles: int = 1,
     group: dist.ProcessGroup | None = None,
     compiled: bool = False,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """Sum of the cross-entropy of `hidden @ weight.T` over all targets that are not −100.
 
@@ -110,6 +111,7 @@ def linear_cross_entropy(
         group: process group whose ranks divide the vocabulary evenly; all pass the same `hidden` and `targets`, and
             the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
         compiled: on a GPU, compile the functions of a chunk's logits, unless the vocabulary is divided or tiled.
+        logit_cap: bound c of the logits z, which become c · tanh(z / c) (Gemma 2); 0 = no bound.
 
     Returns:
         0-d sum, equal on all ranks of `group`; 0, still connected to `hidden` and `weight`, without targets.
@@ -118,8 +120,8 @@ def linear_cross_entropy(
         ValueError: mismatched shapes or dtypes, or an option out of range; on the CPU also a target outside the
             vocabulary or a wrong `num_targets` (checking on other devices would synchronize).
     """
-    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled)
-    rows = _check_rows(hidden, weight, targets, num_targets, weights, group)
+    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled, logit_cap)
+    rows = check_rows(hidden, weight, targets, num_targets, weights, group)
     if not torch.is_grad_enabled():
         # Grad mode is always off inside an autograd.Function, so that only detached inputs skip the gradients.
         hidden, weight = hidden.detach(), weight.detach()
@@ -135,6 +137,7 @@ def linear_log_probabilities(
     num_targets: int | None = None,
     vocabulary_tiles: int = 1,
     group: dist.ProcessGroup | None = None,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """Log-probability of each target under `softmax(hidden @ weight.T)`, differentiable.
 
@@ -147,8 +150,8 @@ def linear_log_probabilities(
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    options = _Options(chunk_tokens, vocabulary_tiles, group=group)
-    rows = _check_rows(hidden, weight, targets, num_targets, None, group)
+    options = _Options(chunk_tokens, vocabulary_tiles, group=group, logit_cap=logit_cap)
+    rows = check_rows(hidden, weight, targets, num_targets, None, group)
     logs: Tensor = _LinearLogProbabilities.apply(hidden, weight, targets, rows, options)  # type: ignore[no-untyped-call]
     return logs
 
@@ -211,7 +214,7 @@ class _Head:
     def __init__(self, weight: Tensor, dtype: torch.dtype, options: _Options) -> None:
         self.weight, self.options = weight.detach().to(dtype), options
         self.exact = at_least_float32(weight.dtype)
-        rank, ranks = _rank_and_size(options.group)
+        rank, ranks = rank_and_size(options.group)
         self.first, self.vocabulary = rank * len(weight), ranks * len(weight)
         tiles = min(options.vocabulary_tiles, len(weight))
         bounds = [len(weight) * n // tiles for n in range(tiles + 1)]
@@ -239,7 +242,8 @@ class _Head:
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         compiled = self.options.compiled and hidden.device.type in FUSED_DEVICES
-        compiled = compiled and len(self.slices) == 1 and self.options.group is None and any(wanted[:2])
+        plain = len(self.slices) == 1 and self.options.group is None and not self.options.logit_cap
+        compiled = compiled and plain and any(wanted[:2])
         with torch.autocast(hidden.device.type, enabled=False):
             size = self.options.chunk_tokens or chunk_rows(
                 -(-len(self.weight) // len(self.slices)), hidden.device
@@ -293,10 +297,12 @@ class _Head:
 
     def _tiles(self, chunk: Tensor, target: Tensor, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
         """The gradient of the logits, tile by tile; `tile`, if there is only one, is overwritten, else computed."""
-        smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
+        smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:
             logs, statistics = tile or self._tile(chunk, target, columns)
             tile = None
+            # The derivative of c · tanh(z / c) is 1 − (its value / c)².
+            slope = 1.0 - ((logs + statistics[:, :1]) / cap).square_() if cap else None
             gradient = logs.exp_()  # of the logits, in their memory
             if z_loss or gradient.shape[1] != self.vocabulary:
                 gradient *= (statistics[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
@@ -304,6 +310,7 @@ class _Head:
                 gradient -= smoothing / self.vocabulary
             column, is_inside = self._column(target, columns)
             gradient.scatter_add_(1, column, (smoothing - 1.0) * is_inside.to(self.exact))
+            gradient = gradient if slope is None else gradient.mul_(slope)
             gradient = gradient.to(self.weight.dtype)
             del logs
             yield gradient
@@ -322,7 +329,7 @@ class _Head:
         return product if scale is None else product * scale
 
     def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> Tile:
-        logits = F.linear(chunk, self.weight[columns])
+        logits = soft_capped(F.linear(chunk, self.weight[columns]), self.options.logit_cap)
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
         column, is_inside = self._column(target, columns)
         logit = logits.gather(1, column).to(self.exact)
@@ -353,45 +360,3 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     else:
         out += left @ right
-
-
-def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
-def _check_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    num_targets: int | None,
-    weights: Tensor | None,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Check the arguments; return the int64 indices of rows with a target."""
-    shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden (T, d) and weight (V, d), got {shapes}")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"{shapes} need targets ({len(hidden)},), got {tuple(targets.shape)}")
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one dtype, or autocast")
-    if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
-        raise ValueError(
-            f"expected floating-point weights ({len(targets)},), got {weights.dtype} {tuple(weights.shape)}"
-        )
-    if weights is not None and weights.requires_grad:
-        raise ValueError("weights get no gradient: pass weights.detach()")
-    counted = targets != IGNORE
-    if num_targets is not None and targets.device.type != "cpu":
-        return torch.nonzero_static(counted, size=num_targets).flatten()
-    rows = counted.nonzero().flatten()
-    if targets.device.type == "cpu":
-        vocabulary = len(weight) * _rank_and_size(group)[1]
-        wrong = counted & ((targets < 0) | (targets >= vocabulary))
-        if wrong.any():
-            raise ValueError(
-                f"target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary:,} (and is not {IGNORE})"
-            )
-        if num_targets is not None and num_targets != len(rows):
-            raise ValueError(f"num_targets={num_targets}, but {len(rows)} targets are not {IGNORE}")
-    return rows

@@ -281,6 +281,11 @@ class ParallelConfig:
                 "parallel.context_method=ring passes keys and values of whole documents, and"
                 f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses{fewer}"
             )
+        if context > 1 and ring and shape.attention_cap:
+            yield (
+                "parallel.context_method=ring has its own kernels, which compute no soft cap"
+                f" (model.attention_cap={shape.attention_cap:g}): use parallel.context_method=ulysses"
+            )
         if context > 1 and not ring and near != context:
             beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
             other = "" if shape.window else ", or parallel.context_method=ring"

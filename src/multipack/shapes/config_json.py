@@ -63,6 +63,7 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps",
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
@@ -73,7 +74,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {**_TIED, "use_bias": True},
     "cohere2": {**_TIED, "sliding_window_pattern": 4},
     "gemma": {**_TIED, "head_dim": 256},
-    "gemma2": {**_GEMMA, "sliding_window_pattern": 2},
+    "gemma2": {**_GEMMA, "sliding_window_pattern": 2, **_CAPS},
     "gemma3_text": {
         **_GEMMA,
         "sliding_window_pattern": 6,
@@ -167,8 +168,8 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
         found |= {"window": 0, "window_layers": 0, "full_every": 0}
     width = fields["head_dim"] or fields["d_model"] // fields["heads"]
     for field, name in family.settings.items():
-        if field in ("embedding_scale", "residual_scale", "logit_divisor"):
-            found[field] = _real(config, (name,), 1.0)
+        if field in ("embedding_scale", "residual_scale", "logit_divisor", "attention_cap", "logit_cap"):
+            found[field] = _real(config, (name,), 0.0 if field.endswith("cap") else 1.0)
         elif field == "attention_scale":
             value = _real(config, (name,), 0.0)
             found[field] = value if name.endswith("multiplier") else value**-0.5

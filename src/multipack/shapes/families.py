@@ -172,6 +172,20 @@ FAMILIES = (
         supported={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh",)},
     ),
     Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        switches={**_GEMMA, "norms": "around"},
+        settings={
+            **_SOME_WINDOWS,
+            "attention_scale": "query_pre_attn_scalar",
+            "attention_cap": "attn_logit_softcapping",
+            "logit_cap": "final_logit_softcapping",
+        },
+        supported={**_NO_BIAS, "hidden_activation": ("gelu_pytorch_tanh",)},
+        tensors=LLAMA.renamed(pre_feedforward_layernorm=("feed_forward_norm",), **_AFTER),
+        activation="hidden_activation",
+    ),
+    Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         switches={**_GEMMA, "norms": "around", "head_norm": "head"},

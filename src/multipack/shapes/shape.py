@@ -79,6 +79,10 @@ class ModelShape:
     """Factor of what attention and feed-forward add to the residual stream (Granite)."""
     attention_scale: float = 0.0
     """Factor of the products of queries and keys; 0 = 1 / √(width of a head)."""
+    attention_cap: float = 0.0
+    """Bound c of attention's scores s, which become c · tanh(s / c) (50 in Gemma 2); 0 = no bound."""
+    logit_cap: float = 0.0
+    """Bound of the logits, in the same way (30 in Gemma 2); 0 = no bound."""
     logit_divisor: float = 1.0
     """Divisor of the logits (Granite)."""
     norm_eps: float = 1e-5
@@ -335,6 +339,8 @@ _LOWEST = {
     "embedding_scale": 1e-6,
     "residual_scale": 0.0,
     "attention_scale": 0.0,
+    "attention_cap": 0.0,
+    "logit_cap": 0.0,
     "logit_divisor": 1e-6,
 }
 """Field that is a number → its lowest value."""

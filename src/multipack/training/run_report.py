@@ -331,6 +331,8 @@ def _attention_backend(run: Trainer) -> str:
     config, shape = run.config, run.shape
     if shape.architecture:
         return "multipack in transformers"
+    if shape.attention_cap:
+        return "explicit scores, with a soft cap"
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "ring"
     sizes = shape.heads, shape.kv_heads, shape.head_width, shape.window or None

@@ -68,6 +68,22 @@ def explicit(
     return tokens_first(parts)
 
 
+def capped_attention(
+    cap: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    backend: str = "auto",
+    window: int | None = None,
+) -> Tensor:
+    """`attention` with the soft cap `cap` of its scores, which no backend computes; `backend` is not used."""
+    # torch.compile cannot trace code that reads lengths on the host.
+    compute = torch.compiler.disable(explicit)  # type: ignore[no-untyped-call]
+    out: Tensor = compute(q, k, v, batch, window, scale=q.shape[-1] ** -0.5, softcap=cap)
+    return out
+
+
 def weighted(
     q: Tensor,
     k: Tensor,
