@@ -48,16 +48,19 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
 
     divided = "parallel.tensor", given["parallel.tensor"] > 1
     compiled = "train.compile", given["train.compile"] == "true"
+    foreign = "model.architecture", bool(shape.architecture)  # its modules are those of transformers
     return {
-        "RMSNorm": first(("model.norm", shape.norm == "layernorm"), divided, compiled),
-        "SwiGLU": first(("model.activation", shape.activation != "swiglu"), compiled),
+        "RMSNorm": first(foreign, ("model.norm", shape.norm == "layernorm"), divided, compiled),
+        "SwiGLU": first(foreign, ("model.activation", shape.activation != "swiglu"), compiled),
         "RoPE": first(
+            foreign,
             ("model.positions", shape.positions != "rope"),
             ("model.rope_width", shape.rotary_width != shape.head_width),
             ("train.recompute", given["train.recompute"] == "selective"),
             compiled,
         ),
         "linear cross-entropy": first(
+            ("model.logit_cap", shape.logit_cap > 0),
             ("train.loss_weighting", given["train.loss_weighting"] != "token"),
             ("data.weight_field", given["data.weight_field"] != ""),
             ("train.tiles", given["train.tiles"] > 1),
