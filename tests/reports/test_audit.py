@@ -28,9 +28,10 @@ class History:
     def __init__(self, folder, number):
         self.draw = np.random.default_rng(number)
         self.is_stream = number % 5 == 0
-        count = int(self.draw.integers(12, 90))
+        count = int(self.draw.integers(20, 90))
         self.lengths = self.draw.lognormal(3, 0.8, count).clip(1, 128).astype(int)
-        self.packs = int(self.draw.integers(1, 5))
+        fitting = max(int(self.lengths.sum()) // 256, 1)  # so that documents fill two steps
+        self.packs = min(int(self.draw.integers(1, 5)), fitting)
         tails = ["keep", "drop"] if self.is_stream else ["keep", "drop", "carry"]
         self.options = {
             "capacity": 128,

@@ -75,6 +75,17 @@ def test_long_runs_are_shown_by_means(written):
     assert steps["cost_spread"][0] == pytest.approx(0.01)
 
 
+def test_other_metrics_have_charts(written):
+    path = written()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "loss": 2.0, "reward_margin": 0.5}\n')
+        file.write('{"step": 61, "val_loss": 2.0, "val_loss/books": 2.1, "val_reward_margin": 0.4}\n')
+    data = _data(run_page([read_run(path)]))
+    assert data["charts"][-1]["key"] == "reward_margin"
+    assert data["validation"] == ["val_loss", "val_loss/books"]
+    assert data["evaluated"] == ["val_reward_margin"]
+
+
 def test_text_of_a_run_is_never_markup(written):
     path = written("<img src=x onerror=alert(1)>")
     (path / "samples.txt").write_text("=== step 6\n</script><script>alert(1)</script>▌<b>\n")

@@ -16,9 +16,9 @@ def _append(file, *records, end="\n"):
         opened.write("".join(json.dumps(record) + end for record in records))
 
 
-def _screen(shown, now=None):
+def _screen(shown, now=None, rows=40):
     console = Console(file=io.StringIO(), width=90, markup=False)
-    console.print(shown.frame(90, time.time() if now is None else now))
+    console.print(shown.frame(90, rows, time.time() if now is None else now))
     return console.file.getvalue()
 
 
@@ -55,6 +55,15 @@ def test_new_records_are_shown_and_cut_ones_are_not(written):
     assert "cannot be read" not in _screen(shown)
 
 
+def test_it_fits_the_terminal(trained):
+    shown = LiveRun(trained)
+    for rows in (24, 30, 50):
+        screen = _screen(shown, rows=rows).splitlines()
+        assert len(screen) < rows
+        assert max(map(len, screen)) <= 90
+    assert "sample after" in "\n".join(screen)
+
+
 def test_it_ends_with_the_run(written):
     path = written(steps=3)
     _append(path / "history.jsonl", {"event": "start", "step": 0, "steps": 6})
@@ -66,7 +75,7 @@ def test_it_ends_with_the_run(written):
         if len(looks) == 3:
             _append(path / "history.jsonl", {"event": "end", "step": 6, "reason": "SIGTERM"})
 
-    console = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
+    console = Console(file=io.StringIO(), width=90, height=40, force_terminal=True, color_system=None)
     watch(path, 0.5, False, console, wait)
     assert looks == [0.5, 0.5, 0.5]
     screen = console.file.getvalue()

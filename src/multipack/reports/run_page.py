@@ -96,6 +96,9 @@ def run_page(found: Sequence[RunData]) -> bytes:
             for key, text, percent, zero in CHARTS
         ]
         + [{"key": key, "title": key, "percent": False, "zero": False} for key in own],
+        "evaluated": sorted(
+            {name for each in found for name in each.evaluations.values} - {*validation, "step", "train_loss"}
+        ),
         "parts_note": PARTS_NOTE,
         "config": config_rows(found),
         "runs": [_run(each, name, width) for each, name, width in zip(found, names, step_of, strict=True)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +25,9 @@ RECENT = 50
 MOST_POINTS = 1000
 """Points of the curve."""
 SAMPLE_LINES = 6
-"""Lines of the last sample."""
+"""Most lines of the last sample."""
+MOST_WARNINGS = 3
+"""Most warnings."""
 
 
 class LiveRun:
@@ -52,46 +55,46 @@ class LiveRun:
         found.samples = read_samples(found)
         return found
 
-    def frame(self, columns: int, now: float) -> RenderableType:
-        """What the terminal shows; `now` is the time in seconds since the epoch."""
+    def frame(self, columns: int, rows: int, now: float) -> RenderableType:
+        """What a terminal of this size shows; `now` is the time in seconds since the epoch."""
         found = self.found
         step, total = int(found.steps.last("step")) if len(found.steps) else 0, found.total_steps
-        head = Text(f"{found.run.path}", style="bold")
-        head.append(f"   {self.state(now)}", style="")
-        parts: list[RenderableType] = [head]
+        parts: list[RenderableType] = [
+            Text(f"{found.run.path}   {self.state(now)}", style="bold", no_wrap=True)
+        ]
         if total:
+            bar = ProgressBar(total=total, completed=min(step, total), width=max(columns - 40, 10))
             line = Table.grid(padding=(0, 1))
-            line.add_row(
-                ProgressBar(total=total, completed=min(step, total), width=max(columns - 40, 10)),
-                self._left(step, total),
-            )
+            line.add_row(bar, self._left(step, total))
             parts.append(line)
-        table = Table.grid(padding=(0, 3))
-        figures = [(name, value) for name, value in key_figures(found) if name != "steps"]
-        shares = time_shares(found.steps)
-        figures += (
-            [("of a step's time", ", ".join(f"{part} {share:.0%}" for part, share in shares.items()))]
-            if shares
-            else []
+        figures = [
+            (Text(value, style="bold"), Text(name, style="dim")) for name, value in key_figures(found)[1:]
+        ]
+        table = Table.grid(padding=(0, 2))
+        for pair in zip_longest(figures[::2], figures[1::2], fillvalue=(Text(), Text())):
+            table.add_row(*pair[0], *pair[1])
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in time_shares(found.steps).items())
+        parts += [Text(), table, Text(f"{shares}\n" if shares else "", style="dim", no_wrap=True)]
+        notes = [text for text in warnings(found) if "recorded no end" not in text][:MOST_WARNINGS]
+        room = rows - 8 - table.row_count - 2 * len(notes)
+        height = max(min(room - SAMPLE_LINES - 2, 10), min(room, 5), 3)
+        parts.append(
+            Text("\n".join(["loss by step", *self._curve(columns, height)]), style="cyan", no_wrap=True)
         )
-        for name, value in figures:
-            table.add_row(Text(value, style="bold"), Text(name, style="dim"))
-        parts += [Text(), table, Text()]
-        width = max(-(-len(found.steps) // MOST_POINTS), 1)
-        x, y = found.steps.values["step"], found.steps.column("loss")
-        curve = text_curve(means(x, width, True), means(y, width, False), max(min(columns, 110), 24), 8)
-        parts.append(Text("\n".join(["loss by step", *curve]), style="cyan", no_wrap=True))
-        if found.samples:
+        if found.samples and (left := min(room - height - 2, SAMPLE_LINES)) > 0:
             at, sample = found.samples[-1]
-            shown = "\n".join(sample.translate(CONTROL_CHARACTERS).splitlines()[:SAMPLE_LINES])
-            parts.append(Text(f"\nsample after step {at:,}\n{shown}", style="dim", overflow="ellipsis"))
-        running = "recorded no end"
+            lines = [line[:columns] for line in sample.translate(CONTROL_CHARACTERS).splitlines()[:left]]
+            parts.append(Text("\n".join([f"\nsample after step {at:,}", *lines]), style="dim", no_wrap=True))
         parts += [
-            Text(f"! {text}".translate(CONTROL_CHARACTERS), style="yellow")
-            for text in warnings(found)
-            if running not in text
+            Text(f"! {text}".translate(CONTROL_CHARACTERS)[: 2 * columns], style="yellow") for text in notes
         ]
         return Group(*parts)
+
+    def _curve(self, columns: int, rows: int) -> list[str]:
+        steps = self.found.steps
+        width = max(-(-len(steps) // MOST_POINTS), 1)
+        x, y = means(steps.values["step"], width, True), means(steps.column("loss"), width, False)
+        return text_curve(x, y, max(min(columns, 110), 24), rows)
 
     def state(self, now: float) -> str:
         """Whether the run runs, as far as its files tell."""
@@ -127,10 +130,10 @@ def watch(
     """
     shown = LiveRun(path)
     if once:
-        console.print(shown.frame(console.width, time.time()))
+        console.print(shown.frame(*console.size, time.time()))
         return
-    with Live(shown.frame(console.width, time.time()), console=console, auto_refresh=False) as live:
+    with Live(shown.frame(*console.size, time.time()), console=console, auto_refresh=False) as live:
         while shown.update().end is None:
-            live.update(shown.frame(console.width, time.time()), refresh=True)
+            live.update(shown.frame(*console.size, time.time()), refresh=True)
             wait(seconds)
-        live.update(shown.frame(console.width, time.time()), refresh=True)
+        live.update(shown.frame(*console.size, time.time()), refresh=True)

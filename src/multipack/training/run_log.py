@@ -46,7 +46,7 @@ class RunLog:
             raise ValueError(
                 f"another process is running {run.path}; wait for it, or choose another out="
             ) from None
-        self._digests = {name: hashlib.sha256(path.read_bytes()) for name, path in self._paths.items()}
+        self._digests = {name: _digest(path) for name, path in self._paths.items()}
         self._history = run.history.open("ab", buffering=0)
 
     def record(self, values: Mapping[str, Any]) -> None:
@@ -124,6 +124,12 @@ class RunLog:
         for file in self._files.values():
             file.close()
         self._history.close()
+
+
+def _digest(path: Path) -> Any:
+    """The SHA-256 object of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
 
 
 def _paths(run: RunDirectory) -> dict[str, Path]:

@@ -107,11 +107,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    reason = stopped_by.name if stopped_by is not None else run.ending
     rows: list[tuple[str, str | Path]] = [("config", folder.config), ("metrics", folder.metrics)]
-    if run.files.log is not None:
-        run.files.log.event("end", end_record(run, reason, comparison))
-        rows.append(("page", write_page(folder)))
     if folder.samples.is_file() and folder.samples.stat().st_size:
         rows.append(("samples", folder.samples))
     if folder.latest.is_file():
@@ -127,6 +123,10 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
         loss = loss_text(run.val_loss, tokens=not run.objective.legend)
         console.line(f"\n{', '.join([f'final {loss}', *shown])} after {run.step} steps")
+    if run.files.log is not None:
+        reason = stopped_by.name if stopped_by is not None else run.ending
+        run.files.log.event("end", end_record(run, reason, comparison))
+        console.line(f"\npage of this run: {write_page(folder)}")
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
