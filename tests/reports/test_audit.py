@@ -250,6 +250,7 @@ def test_what_cannot_be_audited_is_said(written, tmp_path):
         {"step": 32, "epoch": 1, "index": 0, "plan": plan, "documents": [1, 0]},
     ]
     (path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "history.jsonl").write_text('{"event": "start", "step": 30}\n')
     metrics = [{"step": line["step"], "loss": 1.0, "skipped": line["step"] == 32} for line in lines]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     found = audit(path)
@@ -258,6 +259,8 @@ def test_what_cannot_be_audited_is_said(written, tmp_path):
         "documents are recorded from step 31 on: steps before it are not audited",
         "skipped, by fp16 overflow or a spike: the documents of step 32 changed no weight",
     ]
+    (path / "history.jsonl").unlink()
+    assert audit(path).problems == ["documents.jsonl begins with step 31, and its run with step 1"]
 
 
 def test_marks_of_checkpoints_are_compared(written):

@@ -96,8 +96,10 @@ def audit(path: str | Path) -> Audit:
     counts: dict[int, int] = {}
     positions: dict[int, tuple[int, int]] = {}
     carried: Integers | None = None
-    for epoch in _epochs(lines, found, counts, positions):
-        carried = _close(epoch, carried, _end_of_stream(run), found)
+    history = [event for _, event in Lines(run.history).new()]
+    starts = [_whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
+    for epoch in _epochs(lines, min(starts, default=0) + 1, found, counts, positions):
+        carried = _close(epoch, carried, _end_of_stream(history), found)
     if lines.torn:
         found.notes.append(
             "the last line of documents.jsonl is incomplete: its writer was killed, or is writing"
@@ -109,9 +111,12 @@ def audit(path: str | Path) -> Audit:
 
 
 def _epochs(
-    lines: Lines, found: Audit, counts: dict[int, int], positions: dict[int, tuple[int, int]]
+    lines: Lines, first: int, found: Audit, counts: dict[int, int], positions: dict[int, tuple[int, int]]
 ) -> Iterator[_EpochRecords]:
-    """The epochs in order; fills in the documents of each step, and its place (epoch, steps of the epoch so far)."""
+    """The epochs in order; fills in the documents of each step, and its place (epoch, steps of the epoch so far).
+
+    `first` is the first step of the first process that wrote records: above 1 where an earlier version began the run.
+    """
     epoch: _EpochRecords | None = None
     before: int | None = None
     for number, record in lines.new():
@@ -120,7 +125,11 @@ def _epochs(
         if documents is None or step is None or at is None or index is None:
             found.problems.append(f"documents.jsonl: line {number} is no record of a step")
             continue
-        if before is None and step > 1:
+        if before is None and step != first:
+            found.problems.append(
+                f"documents.jsonl begins with step {step:,}, and its run with step {first:,}"
+            )
+        elif before is None and step > 1:
             found.notes.append(
                 f"documents are recorded from step {step:,} on: steps before it are not audited"
             )
@@ -225,9 +234,8 @@ def _close(
     return carries if is_complete else None
 
 
-def _end_of_stream(run: RunDirectory) -> tuple[Integers, int] | None:
-    """What a stream left over, and the number of its documents; None if history.jsonl does not end with its end."""
-    events = [event for _, event in Lines(run.history).new()]
+def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
+    """What a stream left over, and the number of its documents; None if the history does not end with its end."""
     last = events[-1] if events else {}
     left, total = _integers(last.get("dropped")), _whole(last.get("documents"))
     return None if left is None or total is None else (left, total)
