@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from multipack.cli import app
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.stream import PackStream
-from multipack.reports.audit import audit, audit_rows
+from multipack.reports.audit import audit
+from multipack.reports.summary import audit_rows
 from multipack.run import RunDirectory
 from multipack.training.run_log import RunLog
 

@@ -62,8 +62,8 @@ def audit(run: Run, as_json: Json = False) -> None:
     from dataclasses import asdict
 
     from multipack.reports.audit import audit as run_audit
-    from multipack.reports.audit import audit_rows
     from multipack.reports.console import Console
+    from multipack.reports.summary import audit_rows
 
     found = run_audit(run)
     if as_json:

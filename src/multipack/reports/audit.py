@@ -375,31 +375,3 @@ def _steps(steps: list[int]) -> str:
         return f"step {steps[0]:,}"
     shown = ", ".join(f"{step:,}" for step in steps[:MOST_NAMED])
     return f"{len(steps):,} steps ({shown}{', …' if len(steps) > MOST_NAMED else ''})"
-
-
-def audit_rows(found: Audit) -> list[tuple[str, str]]:
-    """The result as rows of text."""
-    rows = []
-    for each in found.epochs:
-        whole = f" of {each.planned:,}" if each.planned is not None else ""
-        total = f" of {each.total:,}" if each.total is not None else ""
-        parts = [f"{each.trained:,} documents trained{total} in {each.steps:,}{whole} steps"]
-        counted = {
-            "carried in": each.carried_in,
-            "carried into the next": each.carried,
-            "dropped": each.dropped,
-            "repeated": each.repeated,
-            "lost": each.lost,
-        }
-        parts += [f"{count:,} {name}" for name, count in counted.items() if count]
-        exact = not (each.repeated or each.lost)
-        state = (
-            "each exactly once"
-            if each.is_complete and exact
-            else "none twice so far"
-            if exact
-            else "not exact"
-        )
-        rows.append((f"epoch {each.epoch}", f"{'; '.join(parts)}: {state}"))
-    rows += [("note", note) for note in found.notes]
-    return rows + [("problem", problem) for problem in found.problems]

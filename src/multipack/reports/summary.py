@@ -1,4 +1,4 @@
-"""Rows of text about settings, plans and token stores, for the console."""
+"""Rows of text about settings, plans, token stores and audits, for the console."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from multipack.planning.advice import Choice
     from multipack.planning.options import PlanOptions
     from multipack.planning.report import PlanReport
+    from multipack.reports.audit import Audit
 
 Rows = list[tuple[str, str]]
 """(name, value) of each row."""
@@ -249,3 +250,31 @@ def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
         drawn = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
         lines.append(f"  {name:>{width}}  {drawn}{' ' if drawn else ''}{count}")
     return lines
+
+
+def audit_rows(found: Audit) -> Rows:
+    """Return rows about the documents of each epoch of a run, and what is wrong."""
+    rows = []
+    for each in found.epochs:
+        whole = f" of {each.planned:,}" if each.planned is not None else ""
+        total = f" of {each.total:,}" if each.total is not None else ""
+        parts = [f"{each.trained:,} documents trained{total} in {each.steps:,}{whole} steps"]
+        counted = {
+            "carried in": each.carried_in,
+            "carried into the next": each.carried,
+            "dropped": each.dropped,
+            "repeated": each.repeated,
+            "lost": each.lost,
+        }
+        parts += [f"{count:,} {name}" for name, count in counted.items() if count]
+        exact = not (each.repeated or each.lost)
+        state = (
+            "each exactly once"
+            if each.is_complete and exact
+            else "none twice so far"
+            if exact
+            else "not exact"
+        )
+        rows.append((f"epoch {each.epoch}", f"{'; '.join(parts)}: {state}"))
+    rows += [("note", note) for note in found.notes]
+    return rows + [("problem", problem) for problem in found.problems]

@@ -41,13 +41,11 @@ class RunLog:
         try:
             fcntl.flock(self._files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            for file in self._files.values():
-                file.close()
+            self.close()
             raise ValueError(
                 f"another process is running {run.path}; wait for it, or choose another out="
             ) from None
         self._digests = {name: _digest(path) for name, path in self._paths.items()}
-        self._history = run.history.open("ab", buffering=0)
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Append one record to metrics.jsonl, in full precision."""
@@ -71,7 +69,8 @@ class RunLog:
     def event(self, name: str, values: Mapping[str, Any]) -> None:
         """Append a start or an end of this process to history.jsonl, with the time in UTC."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        self._history.write((json.dumps({"event": name, "time": stamp, **values}) + "\n").encode())
+        with self._run.history.open("ab") as file:
+            file.write((json.dumps({"event": name, "time": stamp, **values}) + "\n").encode())
 
     def sample(self, step: int, text: str) -> None:
         """Append a generated text to samples.txt."""
@@ -123,7 +122,6 @@ class RunLog:
         """Close the files and release the lock."""
         for file in self._files.values():
             file.close()
-        self._history.close()
 
 
 def _digest(path: Path) -> Any:
