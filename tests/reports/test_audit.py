@@ -167,8 +167,11 @@ def _names(problems, word, document):
     return any(word in problem and str(document) in problem for problem in problems)
 
 
+CHUNKS = [range(start, min(start + 195, 1000)) for start in range(25, 1000, 195)]
+
+
 @pytest.mark.parametrize(
-    "numbers", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=len
+    "numbers", [range(25), *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in CHUNKS)], ids=str
 )
 def test_random_histories(tmp_path, numbers):
     epochs, mistakes = 0, Counter()

@@ -17,11 +17,13 @@ else {
   const box = add(add(page, "div", { class: "scroll" }), "table");
   const head = add(box, "tr");
   add(head, "th", {}, "run");
-  first.tiles.forEach(([name]) => add(head, "th", {}, name));
+  const names = [...new Set(runs.flatMap((run) => run.tiles.map(([name]) => name)))];
+  names.forEach((name) => add(head, "th", {}, name));
   for (const run of runs) {
     const row = add(box, "tr");
     add(row, "td", {}, run.name).style.color = run.color;
-    run.tiles.forEach(([, value]) => add(row, "td", {}, value));
+    const values = Object.fromEntries(run.tiles);
+    names.forEach((name) => add(row, "td", {}, values[name] ?? "–").style.whiteSpace = "nowrap");
   }
 }
 

@@ -191,8 +191,12 @@ def key_figures(found: RunData) -> Rows:
     if steps.known("loss"):
         rows.append(("training loss of the last step", f"{steps.last('loss'):.4f}"))
     if math.isfinite(validation):
-        perplexity = f", perplexity {math.exp(validation):,.4g}" if validation < 50 else ""
-        rows.append((f"validation loss{perplexity}", f"{validation:.4f}"))
+        rows.append(("validation loss", f"{validation:.4f}"))
+        rows += (
+            [("perplexity on validation documents", f"{math.exp(validation):,.4g}")]
+            if validation < 50
+            else []
+        )
     if rates := steps.known("tps"):
         rows.append(("tokens/s without padding, median", f"{median(rates):,.0f}"))
     if rates := [rate for rate in steps.known("mfu") if rate]:
