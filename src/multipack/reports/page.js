@@ -98,7 +98,7 @@ function frame(box, xs, ys, { height = 190, logX = false, logY = false, format =
     add(svg, "line", { x1: left, x2: full - right, y1: y(value), y2: y(value), stroke: "var(--grid)" });
     add(svg, "text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value));
   }
-  for (const value of ticks(...xs, Math.max(2, Math.floor((full - left) / 90)), logX))
+  for (const value of ticks(...xs, Math.max(3, Math.floor((full - left) / 80)), logX))
     add(svg, "text", { x: x(value), y: height - bottom + 15, "text-anchor": "middle" }, short(value));
   add(svg, "text", { x: full - right, y: height - 3, "text-anchor": "end" }, xName);
   return { svg, x, y, left, top, full, height, bottom: height - bottom, right: full - right };

@@ -14,16 +14,12 @@ add(page, "p", { class: "soft" }, data.subtitle);
 if (!one) keys(page, runs.map((run) => [run.name, run.color]));
 if (one) tiles(page, first.tiles);
 else {
-  const box = add(add(page, "div", { class: "scroll" }), "table");
-  const head = add(box, "tr");
-  add(head, "th", {}, "run");
-  const names = [...new Set(runs.flatMap((run) => run.tiles.map(([name]) => name)))];
-  names.forEach((name) => add(head, "th", {}, name));
-  for (const run of runs) {
+  const box = table(page, ["", ...runs.map((run) => run.name)], []);
+  const figures = runs.map((run) => Object.fromEntries(run.tiles));
+  for (const name of new Set(runs.flatMap((run) => run.tiles.map(([each]) => each)))) {
     const row = add(box, "tr");
-    add(row, "td", {}, run.name).style.color = run.color;
-    const values = Object.fromEntries(run.tiles);
-    names.forEach((name) => add(row, "td", {}, values[name] ?? "–").style.whiteSpace = "nowrap");
+    add(row, "th", {}, name);
+    figures.forEach((values, index) => { add(row, "td", {}, values[name] ?? "–").style.color = runs[index].color; });
   }
 }
 
