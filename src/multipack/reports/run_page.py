@@ -192,11 +192,9 @@ def key_figures(found: RunData) -> Rows:
         rows.append(("training loss of the last step", f"{steps.last('loss'):.4f}"))
     if math.isfinite(validation):
         rows.append(("validation loss", f"{validation:.4f}"))
-        rows += (
-            [("perplexity on validation documents", f"{math.exp(validation):,.4g}")]
-            if validation < 50
-            else []
-        )
+        others = [name for name in evaluations.values if name.startswith("val_") and "val_loss" not in name]
+        if validation < 50 and not others:  # preferences, which have further metrics, have no perplexity
+            rows.append(("perplexity on validation documents", f"{math.exp(validation):,.4g}"))
     if rates := steps.known("tps"):
         rows.append(("tokens/s without padding, median", f"{median(rates):,.0f}"))
     if rates := [rate for rate in steps.known("mfu") if rate]:
