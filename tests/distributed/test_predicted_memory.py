@@ -12,12 +12,14 @@ from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
 from multipack.parallel.state import local
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.precision import DTYPES
 
 RANKS, SLOTS, VOCABULARY = 4, 256, 320
 SIZES = {"d_model": 64, "vocabulary_size": VOCABULARY}
 SHAPES = {
     "llama": replace(tiny.LLAMA, kv_heads=4, d_ff=224, **SIZES),
+    "wide": replace(tiny.LLAMA, kv_heads=4, d_ff=256, **SIZES),
     "gpt": replace(tiny.GPT, d_ff=256, context=SLOTS, **SIZES),
 }
 
@@ -93,13 +95,27 @@ def shape_of(name, words):
     return replace(SHAPES[name], layers=4 if "pipeline" in words else 2)
 
 
-def measured(world, words, name, dtype, micro_batches):
+ADAPTERS = {
+    "": AdapterConfig(),
+    "lora": AdapterConfig("lora", rank=8),
+    "qlora": AdapterConfig("lora", rank=8, dropout=0.1, quantize="nf4"),
+    "qdora": AdapterConfig("dora", rank=8, quantize="nf4", double_quantize=False, train=["head"]),
+}
+
+
+def measured(world, words, name, dtype, micro_batches, adapter=""):
     """This rank's place in the pipeline, and its bytes in the second step: in the first, state is made."""
     config = ParallelConfig(**words)
     mesh, shape = build_mesh(config, world), shape_of(name, words)
+    blueprint = tiny.blueprint(
+        shape,
+        head_layers(shape),
+        adapter=ADAPTERS[adapter],
+        dtype=DTYPES[dtype] if adapter else torch.float32,
+    )
     engine = build_engine(
-        tiny.blueprint(shape, head_layers(shape)),
-        lambda named: tiny.adamw(named.values()),
+        blueprint,
+        lambda named: tiny.adamw([each for each in named.values() if each.requires_grad]),
         mesh,
         config,
         DTYPES[dtype],
@@ -134,11 +150,12 @@ STRATEGIES = [
 ]
 
 
-def check(pool, words, name, dtype):
+def check(pool, words, name, dtype, adapter=""):
     config, micro_batches = ParallelConfig(**words), 4 if "pipeline" in words else 2
-    work = Workload(shape_of(name, words), config, RANKS, SLOTS, dtype, "none", micro_batches, "cpu")
+    shape, model = shape_of(name, words), ADAPTERS[adapter]
+    work = Workload(shape, config, RANKS, SLOTS, dtype, "none", micro_batches, "cpu", adapter=model)
     predicted = memory_of_stages(work)
-    found = pool.run(measured, words, name, dtype, micro_batches)
+    found = pool.run(measured, words, name, dtype, micro_batches, adapter)
     for stage, memory in enumerate(predicted):
         held = [bytes_held for place, bytes_held in found if place == stage]
         most = {kind: max(each[kind] for each in held) for kind in held[0]}
@@ -171,7 +188,15 @@ def test_ranks_hold_what_is_predicted(pools, words, name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", STRATEGIES, ids=str)
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", ["llama", "gpt"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_strategy_in_both_precisions(pools, words, name, dtype):
     check(pools(RANKS), words, name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [STRATEGIES[number] for number in (0, 1, 2, 3, 9)], ids=str)
+@pytest.mark.parametrize("adapter", ["lora", "qlora", "qdora"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_adapters_and_quantized_weights(pools, words, adapter, dtype):
+    check(pools(RANKS), words, "wide", dtype, adapter)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.launch import memory_model
-from multipack.launch.memory_model import Workload, memory_of_stages, model_parameters
+from multipack.launch.held import model_parameters
+from multipack.launch.memory_model import Workload, memory_of_stages
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
 from multipack.ops import logits

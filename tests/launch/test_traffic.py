@@ -2,7 +2,8 @@
 
 import pytest
 
-from multipack.launch.memory_model import Workload, block_parameters, model_parameters, outside_parameters
+from multipack.launch.held import block_parameters, model_parameters, outside_parameters
+from multipack.launch.memory_model import Workload
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart

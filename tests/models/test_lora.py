@@ -194,7 +194,7 @@ def test_names_that_match_nothing_are_refused(changes, message):
         (
             {"positions": "learned", "norm": "layernorm", "activation": "gelu", "tied": True},
             [],
-            "gpt2 of transformers joins",
+            "of transformers joins",
         ),
         ({"tied": True}, ["embedding"], "adapter.train has the embedding, which is also the head"),
     ],

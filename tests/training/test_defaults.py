@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multipack.data.documents import Document
-from multipack.launch.memory_model import model_parameters
+from multipack.launch.held import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.run import config_yaml

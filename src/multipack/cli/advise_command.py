@@ -52,7 +52,7 @@ def advise(
 
 def _show(console: Console, advice: Advice) -> None:
     from multipack.launch.advise import model_words
-    from multipack.launch.memory_model import model_parameters
+    from multipack.launch.held import model_parameters
     from multipack.reports.console import wrapped
 
     request, (flops, inside, outside) = advice.request, advice.request.speeds

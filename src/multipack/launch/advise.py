@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any, get_args
 
 from multipack.launch.advise_request import AdviseRequest
+from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import (
     Memory,
     OptimizerName,
     Recompute,
     Workload,
     memory_of_stages,
-    model_parameters,
 )
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import (
@@ -34,6 +34,7 @@ from multipack.parallel.parallel_config import (
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.words import changed_words
 
 GIB = 2**30
@@ -49,11 +50,21 @@ QUESTIONS = {
     "tensor": "Is a layer too large, or the link within a host fast enough to divide every matrix?",
     "pipeline": "Are links slow? The stages of a pipeline send least.",
     "together": "Does it take several of these together?",
+    "adapters": "Do adapters beside trained weights of 4 bits fit (adapter=qlora)?",
     "states": "Do smaller optimizer states fit (moments in bfloat16, or in 8 bits)?",
 }
 """Family of parallelism → question that it answers; the smallest change to a model first."""
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 """Values of `parallel.offload`, fastest first."""
+
+
+def _adapter_words(adapter: AdapterConfig) -> list[str]:
+    """Words of adapters, which need initial weights; none without adapters."""
+    if adapter.name == "none":
+        return []
+    preset = "qlora" if (adapter.name, adapter.quantize) == ("lora", "nf4") else adapter.name
+    known = AdapterConfig(adapter.name, quantize=adapter.quantize if preset == "qlora" else "none")
+    return [f"adapter={preset}", *changed_words("adapter", adapter, known), "train.init_from=…"]
 
 
 def model_words(shape: ModelShape) -> list[str]:
@@ -83,7 +94,7 @@ class Candidate:
         request, config = self.request, self.config
         micro_batches = fit_micro_batches(config, request.micro_batches * config.model_ranks)
         step = (request.devices, request.capacity, request.dtype, self.recompute, micro_batches)
-        return Workload(request.model, config, *step, optimizer=self.optimizer)
+        return Workload(request.model, config, *step, optimizer=self.optimizer, adapter=request.adapter)
 
     @property
     def packs(self) -> int:
@@ -155,7 +166,8 @@ class Candidate:
         """The parallelism as text, as in the header of a run."""
         packs = f", {self.packs} packs of {self.request.capacity:,}" if self.request.devices == 1 else ""
         optimizer = f", {self.optimizer}" if self.optimizer != "adamw" else ""
-        return self.config.text(self.request.devices) + packs + optimizer
+        adapter = "".join(f", {word}" for word in _adapter_words(self.request.adapter)[:1])
+        return self.config.text(self.request.devices) + packs + optimizer + adapter
 
     @property
     def words(self) -> list[str]:
@@ -164,6 +176,7 @@ class Candidate:
         parallel = changed_words("parallel", self.config, ParallelConfig()) or ["parallel.data=ddp"]
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
         train = [f"train.dtype={request.dtype}", f"train.recompute={self.recompute}"]
+        train += _adapter_words(request.adapter)
         train += [f"optimizer.name={self.optimizer}"] if self.optimizer != "adamw" else []
         return [*model_words(request.model), *plan, *parallel, *train]
 
@@ -197,7 +210,8 @@ class Advice:
             return ""
         devices, per_host = self.request.devices, self.request.devices_per_host
         start = f"multipack launch -n {devices} --ppn {per_host} --" if devices > 1 else "multipack"
-        return f"{start} train data=… {' '.join(self.chosen.words)}"
+        words = [f"'{word}'" if "[" in word else word for word in self.chosen.words]  # for shells
+        return f"{start} train data=… {' '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -221,15 +235,21 @@ def advise(request: AdviseRequest) -> Advice:
     resident = [each for each in everything if each.config.offload == "none"]
     chosen = _simplest(resident)
     smaller = list(smaller_states(request)) if chosen is None else []
-    chosen = chosen or _simplest(smaller) or _simplest(everything)
+    chosen = chosen or _simplest(smaller)
+    adapted = list(quantized(request)) if chosen is None else []
+    chosen = chosen or _simplest(adapted) or _simplest(everything)
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
 
     families = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
     families["packs"] = [each for each in families["ddp"] if each.request is not request]
     families["ddp"] = [each for each in families["ddp"] if each.request is request]
-    for family, members in (families | {"states": smaller, "offload": everything}).items():
-        if not members or (family == "offload" and (chosen in rows or resident == everything)):
+    for family, members in (
+        families | {"states": smaller, "adapters": adapted, "offload": everything}
+    ).items():
+        if not members or (
+            family == "offload" and ((chosen in rows and not adapted) or resident == everything)
+        ):
             continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
@@ -252,6 +272,23 @@ def smaller_states(request: AdviseRequest) -> Iterator[Candidate]:
         yield from resident
         if any(each.fits for each in resident):
             return
+
+
+def quantized(request: AdviseRequest) -> Iterator[Candidate]:
+    """Yield candidates without offload that train adapters beside frozen weights of 4 bits instead of all weights.
+
+    None if the request has adapters, or memory of hosts for the state of all weights.
+    """
+    other = replace(request, adapter=AdapterConfig("lora", quantize="nf4"))
+    try:
+        other.check_model()
+    except ValueError:  # its rows cannot be divided into blocks
+        return
+    if request.adapter.name == "none" and not request.host_memory:
+        made = [each for each in candidates(other) if each.config.offload == "none"]
+        yield from made
+        if request.devices == 1 and not any(each.fits for each in made):
+            yield from smaller_packs(other)
 
 
 def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
@@ -299,6 +336,7 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             for variant in variants:
                 try:
                     variant.check(request.model, devices, request.capacity, request.dtype)
+                    request.adapter.check_blocks(request.model, tensor)
                 except ValueError:
                     continue
                 tried = [Candidate(request, variant, kind) for kind in get_args(Recompute)]

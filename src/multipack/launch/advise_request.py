@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from multipack.launch.held import matrices_of
 from multipack.launch.memory_model import Dtype, OptimizerName
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
 """Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
@@ -50,6 +52,7 @@ class AdviseRequest:
     network_bandwidth: float = 0.0
     """GB/s that a device sends to other hosts; 0 = given by link."""
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -92,7 +95,13 @@ class AdviseRequest:
 
     def check_model(self) -> None:
         """Check that the model can be trained and that its vocabulary is known."""
-        shape = self.model
+        shape, adapter = self.model, self.adapter
+        if adapter.name != "none":
+            matrices = [
+                f"blocks.{layer}.{name}" for layer in range(shape.layers) for name, *_ in matrices_of(shape)
+            ]
+            adapter.check(matrices, [*matrices, "embedding", "positions", "norm", "head"])
+            adapter.check_blocks(shape, 1)
         for name in ("experts", "kv_rank"):
             if getattr(shape, name):
                 raise ValueError(

@@ -8,20 +8,21 @@ pipelines and activation checkpointing follow Korthikanti et al. 2022 (arXiv:220
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
+from multipack.launch.held import FLOAT32, Held, blocks_held, outside_held, trains_output
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 Recompute = Literal["none", "selective", "full"]
 """Activation checkpointing, fastest first, and with the least memory last."""
 
-FLOAT32 = 4
-"""Bytes of an element of parameters, gradients, moments and exact sums."""
 STATE_BYTES: dict[OptimizerName, float] = {"adamw": 8, "muon": 8, "adamw_bf16": 4, "adamw_8bit": 2 + 8 / 256}
 """Bytes of two moments of an element; those of 8 bits have a scale for 256 elements (training/compact_adamw.py)."""
 LOSS_CHUNK_TOKENS = 1024
@@ -86,6 +87,12 @@ class Workload:
     micro_batches: int = 1
     device: Literal["gpu", "cpu"] = "gpu"
     optimizer: OptimizerName = "adamw"
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+
+    @cached_property
+    def block(self) -> Held:
+        """Parameters of a block on a rank, a mean over blocks."""
+        return blocks_held(self.shape, self.adapter, self.config.tensor)
 
     @property
     def slots(self) -> int:
@@ -107,6 +114,10 @@ class Workload:
         """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
         return self.device == "cpu" and self.shape.norm != "layernorm" and self.stream < FLOAT32
 
+    def trains(self, module: str) -> bool:
+        """Whether a module that no adapter adapts is trained."""
+        return self.adapter.name == "none" or self.adapter.trains(module)
+
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
 
@@ -126,7 +137,9 @@ class Workload:
         return {
             "residual": before * here * d * (FLOAT32 if widened else self.stream),
             "statistics": (before + after) * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
-            "normalized": (before + after) * here * d * FLOAT32 if widened else 0,
+            "normalized": (before + after) * here * d * FLOAT32
+            if widened and self.trains("blocks.0.attention_norm")
+            else 0,
             "branches": after * here * d * self.stream,
             "head norms": slots * head_norms * self.stream,
             "projected": 2 * slots * d * p,
@@ -134,8 +147,26 @@ class Workload:
             "attention": slots * heads * e * (p + attention_float32 + (p if ulysses else 0)),
             "log-sum-exp": slots * heads * FLOAT32,
             "feed-forward": slots * (shape.d_ff // config.tensor) * p * (4 if shape.gated else 2),
+            "adapters": round(slots * self._saved_by_adapters()),
             "dropped": 2 * here * d * (p if on_cpu else 1) if shape.dropout else 0,
         }
+
+    def _saved_by_adapters(self) -> float:
+        """Bytes per slot that adapters of a block save in addition to the inputs of matrices.
+
+        Dropout makes an input for each adapter, in place of those that several share; frozen products save none.
+        """
+        block, product, shape = self.block, self.product, self.shape
+        dropped = block.adapted_inputs * (2 * product if self.device == "cpu" else product + 1)
+        dropped -= (
+            0 if self.adapter.train else (2 * shape.d_model + shape.d_ff // self.config.tensor) * product
+        )
+        results = block.adapted_outputs * product
+        return (
+            block.adapted_ranks * product
+            + (dropped if self.adapter.dropout else 0)
+            + (results if self.adapter.name == "dora" else 0)
+        )
 
     def kept_by_block(self) -> int:
         """Return the bytes that a block holds between its passes.
@@ -155,6 +186,7 @@ class Workload:
         wide = shape.d_ff // tensor * (2 if shape.gated else 1)
         products = shape.d_model * (2 if shape.dropout or shape.norms != "before" else 1) + wide
         attention = attended * (FLOAT32 if self.device == "cpu" else self.product)
+        products += round(self.block.adapted_ranks)
         return residual + saved["log-sum-exp"] + self.slots * ((heads + products) * self.product + attention)
 
     def saved_outside(self, part: RankPart) -> int:
@@ -166,9 +198,8 @@ class Workload:
         if part.is_first and shape.dropout:
             total += here * shape.d_model * (FLOAT32 if self.device == "cpu" else 1)
         if part.is_last:
-            total += here * (
-                shape.d_model * (2 * FLOAT32 if self.widens_norms else self.stream) + 2 * FLOAT32
-            )
+            kept = (1 + self.trains("norm")) * FLOAT32 if self.widens_norms else self.stream
+            total += here * (shape.d_model * kept + 2 * FLOAT32)
         return total
 
 
@@ -181,18 +212,17 @@ def memory_of_stages(work: Workload) -> list[Memory]:
 def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     shape, config = work.shape, work.config
     divided = config.divisions(work.world_size)
-    block = block_parameters(shape, config.tensor)
-    outside = outside_parameters(shape, part, config.tensor)
-    held = part.layers * block + outside
+    block, outside = work.block, outside_held(shape, part, work.adapter, config.tensor)
+    held = block * part.layers + outside
     shards = divided["parameters"]
     each = STATE_BYTES[work.optimizer]
-    states = each * held
+    states = each * held.trained
     if work.optimizer == "muon":
-        states -= FLOAT32 * (part.layers * shape.layer_parameters // config.tensor)
+        states -= FLOAT32 * part.layers * block.matrices
     optimizer = int(states // divided["optimizer"])
     if config.strategy.divides_optimizer:  # by whole tensors
-        optimizer = max(optimizer, int(each * _largest_tensor(shape, config.tensor)))
-    parameters = gradients = FLOAT32 * held // shards
+        optimizer = max(optimizer, int(each * _largest_trained(work)))
+    parameters, gradients = held.size(work.product) // shards, round(FLOAT32 * held.trained) // shards
     host = disk = 0
     if config.offload == "disk":
         disk, optimizer = optimizer + parameters * config.offloads_parameters, 0
@@ -200,17 +230,18 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         host = gradients + optimizer + parameters * (config.offload == "cpu")
         parameters = gradients = optimizer = 0
     if config.pipeline > 1:  # gradients are reduced once a step
-        gradients = FLOAT32 * held
+        gradients = round(FLOAT32 * held.trained)
     gathered = copies = loss = 0
     if config.uses_fsdp:
         keeps = config.strategy.keeps_gathered or config.pipeline > 1
         blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
-        gathered = (outside + blocks * block) * work.stream
+        gathered = (outside + block * blocks).size(work.product, work.stream)
     if not config.shards_parameters and work.product < FLOAT32:
         # Autocast casts matrices and biases, once a step.
-        copies = work.product * part.layers * (block - _block_norms(shape, config.tensor))
+        copies = round(work.product * part.layers * block.cast)
     if part.is_last:
         matrix = shape.vocabulary_size // config.tensor * shape.d_model * FLOAT32
+        matrix *= trains_output(shape, work.adapter)
         loss = part.edge_in_flight * (work.slots * shape.d_model * work.product + matrix)
     activations = round(part.in_flight * part.layers * work.kept_by_block())
     activations += part.edge_in_flight * work.saved_outside(part)
@@ -223,19 +254,20 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)
     if disk and not config.offloads_parameters:  # on the device, a tensor's state while it is updated
-        temporary = max(temporary, int(each * _largest_tensor(shape, config.tensor)) - activations - loss)
+        temporary = max(temporary, int(each * _largest_trained(work)) - activations - loss)
     return Memory(
         parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host, disk
     )
 
 
-def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
+def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
     """Return the temporary bytes of the loss, and of the backward pass of a block, in addition to saved tensors.
 
     Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix; on a CPU,
     log-softmax of half-precision logits makes a float32 copy of them. Block:
     activations computed again, gradients of the feed-forward layer's wide tensors and of the residual stream, a
-    matrix's gradient, and with `fully_shard` the block's gradients as computed and as reduced.
+    matrix's gradient (or what it is dequantized or normalized from), and with `fully_shard` the block's gradients as
+    computed and as reduced.
     """
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
     columns, width, d = shape.vocabulary_size // tensor, shape.d_ff // tensor, shape.d_model
@@ -243,50 +275,29 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
     chunk = 0 if work.device == "cpu" else LOSS_CHUNK_BYTES // (FLOAT32 * columns)
     rows = min(slots, max(LOSS_CHUNK_TOKENS, chunk))
     logits = rows * columns * (FLOAT32 + product + (FLOAT32 if cast and work.device == "cpu" else cast))
-    loss = max(logits + columns * d * cast, columns * d * FLOAT32)
+    trained = trains_output(shape, work.adapter)
+    matrix = columns * d * cast * (trained or shape.tied)  # a frozen head has the dtype of products
+    loss = max(logits + matrix, columns * d * FLOAT32 * trained)
     recomputed = sum(work.saved_by_block().values()) - work.kept_by_block()
     wide = slots * width * product * (2 if shape.gated else 1)
-    reduced = (work.stream + FLOAT32) * block + work.stream * outside if work.config.uses_fsdp else 0
-    return loss, recomputed + wide + (2 * slots // tensor + width) * d * FLOAT32 + reduced
+    reduced = (work.stream + FLOAT32) * block.trained + work.stream * outside.trained
+    reduced *= work.config.uses_fsdp
+    streams = 2 * slots // tensor * d * FLOAT32 + width * d * _matrix_bytes(work.adapter)
+    return loss, round(recomputed + wide + streams + reduced)
 
 
-def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the number of parameters of one block on a rank; `tensor` ranks divide matrices and some biases."""
-    # Biases of the two matrices that sum over ranks are whole: they are added once, after the sum.
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width * (shape.bias or shape.qkv_bias)
-    rows += (2 if shape.gated else 1) * shape.d_ff * shape.bias
-    divided, whole = shape.layer_parameters + rows, 2 * shape.d_model * shape.bias
-    if tensor > shape.kv_heads:  # every rank has the whole matrices of keys and values
-        keys = 2 * shape.kv_heads * shape.head_width * (shape.d_model + (shape.bias or shape.qkv_bias))
-        divided, whole = divided - keys, whole + keys
-    return divided // tensor + _block_norms(shape, tensor) + whole
+def _matrix_bytes(adapter: AdapterConfig) -> int:
+    """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its levels."""
+    of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
+    of_nf4 = FLOAT32 + 2 if adapter.quantize == "nf4" else 0
+    return max(of_dora, of_nf4, FLOAT32 if adapter.name == "none" or adapter.train else 0)
 
 
-def _block_norms(shape: ModelShape, tensor: int) -> int:
-    """Return the number of parameters of a block's norms on a rank."""
-    of_heads = {"none": 0, "head": 2, "all": (shape.heads + shape.kv_heads) // tensor}[shape.head_norm]
-    return (4 if shape.norms == "around" else 2) * _norm_parameters(shape) + of_heads * shape.head_width
-
-
-def outside_parameters(shape: ModelShape, part: RankPart, tensor: int = 1) -> int:
-    """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head."""
-    vocabulary = shape.vocabulary_size // tensor * shape.d_model
-    elements = vocabulary if part.is_first or (part.is_last and shape.tied) else 0
-    elements += shape.context * shape.d_model if part.is_first and shape.positions == "learned" else 0
-    elements += _norm_parameters(shape) if part.is_last else 0
-    return elements + (vocabulary if part.is_last and not shape.tied else 0)
-
-
-def model_parameters(shape: ModelShape) -> int:
-    """Return the number of parameters of the whole decoder, including biases and norms."""
-    return shape.layers * block_parameters(shape) + outside_parameters(shape, RankPart(shape.layers))
-
-
-def _largest_tensor(shape: ModelShape, tensor: int) -> int:
+def _largest_trained(work: Workload) -> int:
+    """Elements of the largest tensor that is trained."""
+    shape, tensor, adapter = work.shape, work.config.tensor, work.adapter
+    if adapter.name != "none" and not adapter.train:
+        return adapter.rank * max(shape.d_model, shape.d_ff, shape.heads * shape.head_width) // tensor
     positions = shape.context if shape.positions == "learned" else 0
     divided = (shape.vocabulary_size, shape.d_ff, shape.heads * shape.head_width)
     return max(positions, *(size // tensor for size in divided)) * shape.d_model
-
-
-def _norm_parameters(shape: ModelShape) -> int:
-    return shape.d_model * (2 if shape.norm == "layernorm" and shape.bias else 1)

@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from multipack.launch.memory_model import FLOAT32, Workload, block_parameters, outside_parameters
+from multipack.launch.held import FLOAT32, outside_held
+from multipack.launch.memory_model import Workload
 from multipack.parallel.stages import RankPart, parts_of_ranks
 
 
@@ -58,9 +59,8 @@ def communication(work: Workload) -> list[Traffic]:
 def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
     config, micro_batches = work.config, work.micro_batches
     divided = config.divisions(work.world_size)
-    blocks = part.layers * block_parameters(work.shape, config.tensor)
-    outside = outside_parameters(work.shape, part, config.tensor)
-    gradients = FLOAT32 * (blocks + outside)
+    blocks, outside = work.block * part.layers, outside_held(work.shape, part, work.adapter, config.tensor)
+    gradients = round(FLOAT32 * (blocks + outside).trained)
     if not config.shards_parameters:
         ranks = divided["replicas"]
         yield Traffic("data", "all_reduce", ranks, ranks * config.tensor, gradients)
@@ -75,7 +75,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
         block_gathers = outside_gathers = 1
     shards, groups = divided["parameters"], divided["replicas"]
     reach = shards * config.tensor
-    gathered = work.product * (block_gathers * blocks + outside_gathers * outside)
+    gathered = (blocks * block_gathers + outside * outside_gathers).size(work.product, work.product)
     yield Traffic("data", "all_gather", shards, reach, gathered)
     yield Traffic("data", "reduce_scatter", shards, reach, reductions * gradients)
     yield Traffic("data", "all_reduce", groups, groups * reach, gradients // shards)

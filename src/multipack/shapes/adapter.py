@@ -88,6 +88,10 @@ class AdapterConfig:
                 "adapter.targets must not be empty: all-linear adapts the matrices of all blocks"
             )
 
+    def __hash__(self) -> int:
+        """Of most of its fields, for caches."""
+        return hash((self.name, self.rank, self.quantize, *self.targets, *self.train))
+
     @property
     def scale(self) -> float:
         """Factor of updates: alpha / rank, or alpha / √rank if stabilized."""
