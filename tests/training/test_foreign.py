@@ -223,5 +223,5 @@ def test_folders_that_hold_no_such_model_are_refused(tmp_path):
         transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
         with pytest.raises(ValueError, match=rf"model=hf:{tmp_path / kind}: .*{reason}"):
             Decoder(foreign_shape(str(tmp_path / kind)))
-    with pytest.raises(ValueError, match="model=hf:nowhere"):
+    with pytest.raises(ValueError, match="model=hf:nowhere is no folder here"):
         compose(["model=hf:nowhere"])

@@ -57,7 +57,10 @@ class ModelConfig(ModelShape):
         if name.startswith("hf:"):
             from multipack.models.foreign import foreign_shape  # imports torch
 
-            folder = str(model_folder(name.removeprefix("hf:"), "model"))
+            try:
+                folder = str(model_folder(name.removeprefix("hf:"), "model"))
+            except FileNotFoundError as error:
+                raise ConfigError(str(error).replace("model=", "model=hf:", 1)) from error
             return {**foreign_shape(folder).to_dict(), "vocabulary_size": 0}
         if name not in SHAPES:
             return None
