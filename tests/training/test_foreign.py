@@ -168,6 +168,7 @@ def test_what_it_cannot_do_is_refused(words, reason, tmp_path):
         config.check(2)
 
 
+@pytest.mark.slow
 def test_the_language_model_of_a_model_with_images_is_trained_alone(tmp_path):
     """Of files with its names in a model with images; the export is the language model."""
     theirs = save_model("ministral3", tmp_path / "text")
