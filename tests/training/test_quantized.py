@@ -62,7 +62,13 @@ def losses(out):
     return [record.get("loss", record.get("val_loss")) for record in records if "config" not in record]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora adapter.train=[norm] adapter.targets=[q_proj]"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lora",
+        pytest.param("dora adapter.train=[norm] adapter.targets=[q_proj]", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, capsys, kind):
     base, rounded = bases
     kinds = kind.split()
@@ -82,6 +88,7 @@ def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, cap
         torch.testing.assert_close(own.read(name), value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_exports_hold_what_was_trained(words, bases, tmp_path):
     pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
