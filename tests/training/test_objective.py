@@ -184,7 +184,7 @@ def test_settings_of_the_other_objective_are_refused(words, sums, tmp_path):
     for setting in ("train.label_smoothing", "train.z_loss"):
         with pytest.raises(ValueError, match=rf"{setting}=.* preference pairs"):
             train(compose([*sums, "train.steps=2", f"{setting}=1e-4", f"out={tmp_path / 'run'}"]))
-    with pytest.raises(ValueError, match=r"preference\.\* is about preference pairs"):
+    with pytest.raises(ValueError, match=r"preference\.\* is about pairs .* and labeled answers"):
         train(compose([*words, "preference.beta=0.5", f"out={tmp_path / 'run'}"]))
 
 

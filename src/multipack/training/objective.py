@@ -77,7 +77,8 @@ class Objective:
         """Raise a ValueError for settings that do not apply."""
         if self.config.preference != PreferenceConfig():
             raise ValueError(
-                "preference.* is about preference pairs (chosen, rejected), and these documents are none: omit it"
+                "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are"
+                " not: omit it"
             )
 
     def shape(self, shape: ModelShape) -> ModelShape:
