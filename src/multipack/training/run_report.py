@@ -80,7 +80,8 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
         plan += f": {found.efficiency:.1%} of the slots hold tokens, padded rows {share:.1%}"
         plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
-    parallel = "" if rows["parallel"].startswith("none") else f"; {rows['parallel']}"
+    divided = rows["parallel"].removeprefix("none: ")
+    parallel = "" if divided == "one process" else f"; {divided}"
     return [
         ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
