@@ -54,7 +54,11 @@ class LoraLinear(nn.Linear):
         """(out, in) the frozen matrix."""
         if cast(Tensor | None, self.weight) is not None:
             return self.weight
-        codes, scales, steps = (cast(Tensor, getattr(self, part, None)) for part in PARTS)
+        # FSDP2 of torch 2.11 gathers bytes in bfloat16, which holds them exactly; 2.13 leaves them as they are.
+        parts = (getattr(self, part, None) for part in PARTS)
+        codes, scales, steps = (
+            cast(Tensor, None if each is None else each.to(torch.uint8)) for each in parts
+        )
         return Nf4(codes, scales, steps, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
