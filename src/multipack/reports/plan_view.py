@@ -175,7 +175,7 @@ def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
         "value": max(0.0, 1 - moved / most),
         "ceiling": 1 - window / most,
         "shown": f"{moved:.1f} steps",
-        "text": f"99 % of the documents are at most this far from their place in the random order; line: window {window}",
+        "text": f"99 % of the documents are at most this far from their random place; line: window {window}",
         "marks": [[0.0, f"{most}"], [1.0, "0"]],
     }
     return [fill, *([balance] if found.data_parallel_size > 1 else []), randomness]
