@@ -69,14 +69,13 @@ def losses(out):
         pytest.param("dora adapter.train=[norm] adapter.targets=[q_proj]", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, capsys, kind):
+def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, kind):
     base, rounded = bases
     kinds = kind.split()
     ours = run(
         [*words, f"adapter={kinds[0]}", "adapter.quantize=nf4", *kinds[1:], f"train.init_from={base}"],
         tmp_path / "a",
     )
-    assert "matrices of blocks in NF4 with double quantization" in " ".join(capsys.readouterr().out.split())
     theirs = run([*words, f"adapter={kinds[0]}", *kinds[1:], f"train.init_from={rounded}"], tmp_path / "b")
     found, expected = losses(ours), losses(theirs)
     assert len(found) > 6
