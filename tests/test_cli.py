@@ -37,7 +37,7 @@ def fails(monkeypatch, capsys, *words):
 
 def test_help_and_settings_fit_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    names = [command.callback.__name__ for command in app.registered_commands]
+    names = [each.callback.__name__.replace("_", "-") for each in app.registered_commands]
     assert all(command in run("--help").output for command in [*names, "bench"])
     assert "..." not in run("--help").output.split("Commands:")[1]  # no sentence is cut
     settings = {name: run(name, "--settings").output for name in ("train", "prepare", "plan", "pack")}

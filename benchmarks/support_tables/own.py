@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -86,7 +87,9 @@ def build(processes: int, words: list[str], pairs: bool = False) -> None:
     config = compose(words)
     config.check(processes)
     check_model(config, processes, Console(0))
-    objective = (Preferences if pairs else Objective)(config, None)  # type: ignore[arg-type]
+    store = SimpleNamespace(has_pairs=pairs, has_labels=False)
+    corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
+    objective = (Preferences if pairs else Objective)(config, corpus)
     if processes > 1 or config.parallel.offload != "none":
         dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:

@@ -186,8 +186,8 @@ def test_a_foreign_folder(tmp_path, path):
         ('{"format": "something"}', "not the header of a token store"),
         ("[]", "not the header of a token store"),
         ('{"form', "not the header"),
-        ('{"format": "multipack-token-store", "version": 4}', "has version 4 .* reads version 5: prepare"),
-        ('{"format": "multipack-token-store", "version": 5}', "not the header"),
+        ('{"format": "multipack-token-store", "version": 5}', "has version 5 .* reads version 6: prepare"),
+        ('{"format": "multipack-token-store", "version": 6}', "not the header"),
     ):
         if text is not None:
             (tmp_path / HEADER).write_text(text)

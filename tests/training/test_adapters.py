@@ -189,7 +189,7 @@ def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
         ({"rank_pattern": {"q_proj": 3}}, "rank_pattern=.* is not computed here"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not computed here"),
-        ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path='meta/x' is no folder here"),
+        ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path=meta/x is no folder here"),
         ({"r": 5}, "is an adapter of another model"),
     ):
         file.write_text(json.dumps(good | changes))

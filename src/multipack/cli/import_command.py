@@ -15,7 +15,7 @@ def import_config(
     file: Annotated[Path, argument("FILE", "A configuration of Axolotl, as YAML.")],
     as_json: Json = False,
 ) -> None:
-    """Print the configuration of multipack for one of Axolotl, as YAML.
+    """Print our configuration for one of Axolotl.
 
     Examples:
       multipack import-config axolotl.yml > ours.yaml

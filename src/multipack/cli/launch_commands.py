@@ -54,7 +54,7 @@ def launch(
     flags: Annotated[str, option("Additional options of the launcher, as one string.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
-    """Start a run in many processes, by srun, mpiexec or torchrun.
+    """Start a run in processes, by srun, mpiexec or torchrun.
 
     Examples:
       multipack launch -n 4 -- train model=small

@@ -48,7 +48,7 @@ def plan(
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
     settings: Annotated[bool, settings_option("PlanCommand", module=SETTINGS)] = False,
 ) -> None:
-    """Plan an epoch, report how it packs and balances, draw a step.
+    """Plan an epoch, report on its packs, and draw a step.
 
     Examples:
       multipack plan lengths.npy plan.capacity=8192 world_size=4
@@ -209,7 +209,7 @@ def pack(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("PackCommand", module=SETTINGS)] = False,
 ) -> None:
-    """Pack documents in any order, and prove a bound on the packs.
+    """Pack documents in any order, with a proven bound.
 
     Examples:
       multipack pack lengths.npy capacity=8192

@@ -24,7 +24,7 @@ def probe(
     device: Annotated[str, typer.Option(help="cpu, cuda or another torch device.")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Check that no document of a packed batch changes another one.
+    """Check that packed documents do not change each other.
 
     Examples:
       multipack probe models/my-llama

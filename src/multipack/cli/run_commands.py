@@ -18,7 +18,7 @@ def report(
         Path | None, option("FILE.html for a page, FILE.md for Markdown; default: text.", "--output", "-o")
     ] = None,
 ) -> None:
-    """Report on runs: curves, speed, time, padding, samples, settings.
+    """Report on runs: curves, speed, padding, samples, settings.
 
     The page is one file that loads nothing from a network.
 

@@ -38,7 +38,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
 
 def config(words: Words = None, settings: Settings = False) -> None:
-    """Print the configuration that the settings resolve to, as YAML."""
+    """Print what the settings resolve to, as YAML."""
     from multipack.run import config_yaml
     from multipack.training.run_config import compose_run
 
@@ -55,7 +55,7 @@ def prepare(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
 ) -> None:
-    """Tokenize documents into a token store of memory-mapped shards.
+    """Tokenize documents into a store of memory-mapped shards.
 
     The tokenizers library uses all cores. After an interruption, the same
     command continues after the finished shards. A scheduler can run the parts
@@ -113,7 +113,7 @@ def calibrate(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("Config", "data", "tokenizer", "model", "plan")] = False,
 ) -> None:
-    """Time packs on this device, and fit the planner's cost model.
+    """Time packs on this device, and fit the cost model.
 
     Examples:
       multipack calibrate data=store data.path=books model=small

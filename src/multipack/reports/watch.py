@@ -60,7 +60,7 @@ class LiveRun:
         found = self.found
         step, total = int(found.steps.last("step")) if len(found.steps) else 0, found.total_steps
         parts: list[RenderableType] = [
-            Text(f"{found.run.path}   {self.state(now)}", style="bold", no_wrap=True)
+            Text(f"{self.state(now)}   {found.run.path}", style="bold", no_wrap=True)
         ]
         if total:
             bar = ProgressBar(total=total, completed=min(step, total), width=max(columns - 40, 10))

@@ -116,6 +116,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     if run.corpus.arriving is None:  # arriving documents may never become a store
         rows.append(("token store", run.corpus.store_path))
     console.section("written", [(name, str(path)) for name, path in rows])
+    last = []
     if run.val_loss is not None and run.evaluated == run.step:
         found = [
             (name.replace("_", " "), run.val_metrics.get(f"val_{name}")) for name in run.objective.last_line
@@ -123,11 +124,12 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         found += run.val_losses.items()
         shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
         loss = loss_text(run.val_loss, tokens=not run.objective.legend)
-        console.line(f"\n{', '.join([f'final {loss}', *shown])} after {run.step} steps")
+        last = [f"{', '.join([f'final {loss}', *shown])} after {run.step} steps"]
     if run.files.log is not None:
         reason = stopped_by.name if stopped_by is not None else run.ending
         run.files.log.event("end", end_record(run, reason, comparison))
-        console.line(f"\npage of this run: {write_page(folder)}")
+        last.append(f"page of this run: {write_page(folder)}")
+    console.line(f"\n{'; '.join(last)}")
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
