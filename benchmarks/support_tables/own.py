@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[int, str]] = {
 }
 """Column → number of processes, and settings."""
 
-PAIRS = "preference pairs (DPO)"
+PAIRS, LABELS = "preference pairs (DPO)", "labeled answers (KTO)"
 SETTINGS = (
     "",
     "train.dtype=bf16",
@@ -65,7 +65,13 @@ SETTINGS = (
     "model.layers=2",
     "plan.capacity=1022",
     "plan.packs_per_step=1",
+    "model.attention_cap=50",
     "optimizer.name=muon",
+    "optimizer.name=adamw_bf16",
+    "optimizer.name=adamw_8bit",
+    "parallel.offload=disk parallel.offload_folder=.",
+    "adapter=lora adapter.base=FOLDER",
+    "adapter=qlora adapter.base=FOLDER",
     "'optimizer.rules=[embedding freeze]'",
     "train.loss_weighting=document",
     "log.gradient_noise=true",
@@ -73,10 +79,12 @@ SETTINGS = (
     "data.readers=1",
     PAIRS,
     f"{PAIRS} train.label_smoothing=0.1",
+    f"{PAIRS} preference.loss=reward",
+    LABELS,
 )
 
 
-def build(processes: int, words: list[str], pairs: bool = False) -> None:
+def build(processes: int, words: list[str], items: str = "") -> None:
     """Do what a run does before its first step: compose, check, and build rank 0's part of the model.
 
     The process group is torch's fake one, whose collectives send nothing, so that no process is started.
@@ -87,14 +95,14 @@ def build(processes: int, words: list[str], pairs: bool = False) -> None:
     config = compose(words)
     config.check(processes)
     check_model(config, processes, Console(0))
-    store = SimpleNamespace(has_pairs=pairs, has_labels=False)
+    store = SimpleNamespace(has_pairs=bool(items), has_labels=items == LABELS)
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
-    objective = (Preferences if pairs else Objective)(config, corpus)
+    objective = (Preferences if items else Objective)(config, corpus)
     if processes > 1 or config.parallel.offload != "none":
         dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         mesh = build_mesh(config.parallel, World(size=processes))
-        shape = config.shape_with(config.model.vocabulary_size)
+        shape = objective.shape(config.shape_with(config.model.vocabulary_size))
         dtype = DTYPES[config.train.dtype]
         open_engine(config, objective, shape, None, mesh, dtype, time.perf_counter)
     finally:
@@ -104,10 +112,10 @@ def build(processes: int, words: list[str], pairs: bool = False) -> None:
 
 def ask_own_trainer(row: str, methods: Iterable[str] = METHODS) -> list[str]:
     """The answers of a row."""
-    pairs = row.startswith(PAIRS)
-    words = shlex.split(row.removeprefix(PAIRS))
+    items = next((kind for kind in (PAIRS, LABELS) if row.startswith(kind)), "")
+    words = shlex.split(row.removeprefix(items))
     asked = [METHODS[name] for name in methods]
-    return [answer(build, count, [*COMMON, *given.split(), *words], pairs) for count, given in asked]
+    return [answer(build, count, [*COMMON, *given.split(), *words], items) for count, given in asked]
 
 
 def own_trainer() -> Table:
