@@ -205,8 +205,9 @@ class Decoder(nn.Module):
         )
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """(T, V) logits of the whole batch at once: for tests and small batches."""
-        return soft_capped(F.linear(self.hidden(batch), self.output_weight), self.shape.logit_cap)
+        """(T, V) logits of the whole batch at once, or (T, scores) scores: for tests and small batches."""
+        found = F.linear(self.hidden(batch), self.output_weight)
+        return found if self.shape.scores else soft_capped(found, self.shape.logit_cap)
 
     @property
     def loss_options(self) -> dict[str, Any]:
