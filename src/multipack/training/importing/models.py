@@ -29,10 +29,6 @@ NOT_HERE: dict[str, str] = {
     "gptj": "it reads a mask only",
     "qwen": "its code is on the hub, and no code of the hub is executed",
     **dict.fromkeys(
-        ("gemma2", "gemma4", "gemma4_unified"),
-        "its logits are capped, which `model=hf:` does not compute",
-    ),
-    **dict.fromkeys(
         ("lfm2_vl", "qwen2_vl", "glm4v", "llava", "mllama", "paddleocr_vl", "voxtral"),
         "images and sound are not trained",
     ),
