@@ -178,7 +178,7 @@ def check(pool, words, name, dtype, adapter=""):
     [
         ({"data": "zero3"}, "llama", "fp32"),
         ({"context": 4, "context_method": "ring"}, "llama", "fp32"),
-        ({"pipeline": 2}, "llama", "bf16"),
+        pytest.param({"pipeline": 2}, "llama", "bf16", marks=pytest.mark.slow),
     ],
     ids=str,
 )

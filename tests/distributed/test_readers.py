@@ -89,8 +89,8 @@ def equal(world, path, options, readers, prefetch):
     [
         (2, {}, 1, [0]),
         (4, {}, 3, [0, 2]),  # each serves two, so that the third has no ranks to serve
-        (4, {"tensor": 2}, 2, [0, 2]),  # one rank of each model replica
-        (4, {"pipeline": 2}, 2, [0, 1]),
+        pytest.param(4, {"tensor": 2}, 2, [0, 2], marks=pytest.mark.slow),  # one rank of each model replica
+        pytest.param(4, {"pipeline": 2}, 2, [0, 1], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -91,7 +91,7 @@ def loaded(world, words):
     return told, own == again
 
 
-@pytest.mark.parametrize("words", [{}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("words", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_rank_that_holds_other_values_is_named_on_loading_too(pools, words):
     for told, same in pools(2).run(loaded, words):
         assert same

@@ -53,10 +53,10 @@ def _counted(world, stage, micro_batches, keep):
     ("stage", "keep", "gathers", "gathered"),
     # A step of 3 micro-batches over 3 blocks and what is outside of them; gathered in Ψ and, outside of blocks, Ω.
     [
-        ("zero2", True, 4, (1, 0)),
+        pytest.param("zero2", True, 4, (1, 0), marks=pytest.mark.slow),
         ("zero2", False, 3 * 4, (3, 0)),
         ("zero3", False, 3 * (2 * 3 + 1), (6, -3)),
-        ("hsdp", False, 3 * (2 * 3 + 1), (6, -3)),
+        pytest.param("hsdp", False, 3 * (2 * 3 + 1), (6, -3), marks=pytest.mark.slow),
     ],
 )
 def test_shards_reduce_every_micro_batch_and_sum_over_groups_once(pools, stage, keep, gathers, gathered):

@@ -13,7 +13,7 @@ def counted(world, case):
     return traffic.count(world, {}, traffic.Case(*case))
 
 
-FAST, SLOW = ([traffic.CASES[number] for number in numbers] for numbers in ((1, 4, 6, 8), (3, 5)))
+FAST, SLOW = ([traffic.CASES[number] for number in numbers] for numbers in ((4, 6), (1, 3, 5, 8)))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,9 @@ def test_saved_bytes_are_close_to_measured(shape, dtype, recompute):
         pytest.param(
             "llama, large vocabulary", "fp32", 4 * SLOTS, marks=pytest.mark.slow
         ),  # two chunks of logits
-        ("wide, short packs", "bf16", SLOTS // 8),  # copies of weights are most of the memory
+        pytest.param(
+            "wide, short packs", "bf16", SLOTS // 8, marks=pytest.mark.slow
+        ),  # copies of weights are most of the memory
         ("gpt", "fp32", SLOTS),
     ],
 )

@@ -118,7 +118,7 @@ def test_ddp_does_not_split_a_compiled_block(shape, packs):
     assert count.graphs == 1
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_a_step_casts_weights_once_outside_of_graphs(model, packs, distance, gradients, recompute):
     """In evaluation and training, also where the backward pass runs a block again."""

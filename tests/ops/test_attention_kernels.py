@@ -183,6 +183,7 @@ def test_layers_share_the_block_mask(monkeypatch, pack, documents, window):
     assert len({id(mask) for mask in made}) == 1
 
 
+@pytest.mark.slow
 def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
     graphs = []
     compiled = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph)

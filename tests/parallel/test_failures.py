@@ -142,7 +142,7 @@ NO_ANSWER = "rank 1 did not answer at step 42 within parallel.timeout_seconds=1"
     [
         ("fails", True, "rank 1 failed at step 42: document 17 is damaged"),
         ("is killed", True, NO_ANSWER),
-        ("is killed", False, NO_ANSWER),
+        pytest.param("is killed", False, NO_ANSWER, marks=pytest.mark.slow),
         ("held the store", True, "the process that holds the store .* does not answer at step 42"),
     ],
 )
@@ -184,7 +184,7 @@ def test_the_ranks_that_are_last_are_named_with_their_stage(watch, ends, places,
     assert ends.get(timeout=10) == f"{expected} within parallel.timeout_seconds=1"
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_rank_is_named_while_all_advance_or_if_none_is_last(watch, ends, ahead):
     ranks = [watch(rank, blocks=True, timeout_seconds=1.0) for rank in range(2)]
     for stage in (0, 3, 6):

@@ -132,7 +132,7 @@ except BaseException as error:
     ("error", "message"),
     [
         ("raise ValueError('document 17 is damaged')", "error: document 17 is damaged"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.slow),
         pytest.param("raise MemoryError('no more')", "MemoryError: no more", marks=pytest.mark.slow),
     ],
 )

@@ -177,6 +177,7 @@ def test_windows_beyond_the_epoch_are_left_out():
     assert rows[-1].report.steps == rows[-2].report.steps
 
 
+@pytest.mark.slow
 def test_steps_with_many_documents_are_sampled_more_thinly():
     lengths = np.ones(200_000, dtype=np.int64)
     for sample, expected in ((300, 25), (3, 3)):  # of 25 steps 100,000 documents are dealt

@@ -74,7 +74,7 @@ def test_losses_are_the_same(tmp_path, base, kind, name):
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
-        ("qlora", "sigmoid"),
+        pytest.param("qlora", "sigmoid", marks=pytest.mark.slow),
         *(
             pytest.param(kind, loss, marks=pytest.mark.slow)
             for kind in ("lora", "qdora")

@@ -96,6 +96,7 @@ def test_a_run_is_read_with_its_adapters_merged(words, tmp_path):
     torch.testing.assert_close(load_model(out).get_parameter("blocks.1.attention.query.weight"), expected)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_run_with_adapters(words, tmp_path):
     first = run([*words, "adapter=lora"], tmp_path / "first").parent
     start = [word for word in words if not word.startswith("train.init_from")]

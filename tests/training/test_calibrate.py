@@ -93,6 +93,7 @@ def test_too_few_packs_are_refused(words, exact, tmp_path):
     assert "packs are too few to fit a cost" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
     saved, out, store, run = tmp_path / "cost.json", tmp_path / "run", tmp_path / "store", CliRunner()
     result = run.invoke(app, ["calibrate", *words, "--save", str(saved), "--json"])

@@ -95,6 +95,7 @@ def test_a_run_resumes_and_its_export_loads(recompute, tmp_path, capsys):
         torch.testing.assert_close(ours.logits(packed_batch(DOCUMENTS[:1])), logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_train_and_peft_loads_them(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base = save_model("mixtral", tmp_path / "base")
@@ -130,6 +131,7 @@ def test_preferences_train(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_folder_without_weights_starts_with_random_ones(tmp_path):
     save_model("mixtral", tmp_path / "base")
     (tmp_path / "base" / "model.safetensors").unlink()

@@ -362,6 +362,7 @@ def test_a_reward_model_is_trained_exported_and_refused_where_text_is_wanted(bas
             Preferences(compose([*start, *words]), corpus)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_reward_model_are_trained_beside_a_whole_head(base, sums, tmp_path):
     export(base, tmp_path / "model")
     words = [

@@ -115,7 +115,7 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
     [
         CALLBACKS,
         ["optimizer.name=muon", "train.loss_weighting=document"],
-        ["optimizer.name=adamw_8bit"],
+        pytest.param(["optimizer.name=adamw_8bit"], marks=pytest.mark.slow),
         pytest.param(["optimizer.name=adamw_bf16"], marks=pytest.mark.slow),
     ],
     ids=["adamw", "muon", "8bit", "bf16"],
