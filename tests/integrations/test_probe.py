@@ -352,6 +352,7 @@ def count_twice(batch):
     return torch.clamp(batch.position_ids * (1 + (batch.num_documents > 1)), max=63)
 
 
+torch.manual_seed(0)  # of the weights of these layers
 MODELS = {
     "attention over the whole pack": (Attention(lambda owner, batch: causal(owner)), "attention"),
     "mask one token too far": (Attention(inside_shifted), "attention"),
@@ -380,6 +381,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_planted_bug_of_a_model_is_named(name):
     layer, cause = MODELS[name]
+    torch.manual_seed(0)
     report = isolation_probe(Tiny(layer))
     assert cause in report.causes
     assert set(report.causes) <= {cause, "future"}

@@ -57,10 +57,10 @@ def test_steps_are_those_of_the_optimizer_in_memory(tmp_path, name):
 
 
 def test_state_takes_no_memory_between_steps(tmp_path):
-    """AdamW's moments of 4 tensors of 8 MiB: 64 MiB in memory, and at most those of one tensor with files."""
+    """AdamW's moments of 3 tensors of 36 MiB, which malloc takes from no freed memory; with files those of one at most."""
     grown = []
     for mapped in (False, True):
-        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 1024, bias=False) for _ in range(4)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2304, bias=False) for _ in range(3)))
         optimizer = build_optimizer(model, OptimizerConfig())
         files = MappedFiles(tmp_path, 0)
         optimizer = MappedOptimizer(optimizer, files) if mapped else optimizer
@@ -70,9 +70,9 @@ def test_state_takes_no_memory_between_steps(tmp_path):
         for _ in range(2):
             optimizer.step()
         grown.append([after - each for after, each in zip((anonymous(), resident()), before, strict=True)])
-        assert files.nbytes == (64 * MIB if mapped else 0)
-    assert grown[0][0] > 60 * MIB
-    assert max(grown[1]) < 20 * MIB
+        assert files.nbytes == (216 * MIB if mapped else 0)
+    assert grown[0][0] > 210 * MIB
+    assert max(grown[1]) < 80 * MIB
 
 
 def test_bad_folders_and_full_disks_are_one_line(tmp_path, monkeypatch):
