@@ -57,7 +57,7 @@ def test_steps_are_those_of_the_optimizer_in_memory(tmp_path, name):
 
 
 def test_state_takes_no_memory_between_steps(tmp_path):
-    """AdamW's moments of 3 tensors of 36 MiB, which malloc takes from no freed memory; with files those of one at most."""
+    """Moments of 3 tensors of 36 MiB, more than malloc keeps when freed; with files those of one tensor at most."""
     grown = []
     for mapped in (False, True):
         model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2304, bias=False) for _ in range(3)))
