@@ -24,6 +24,7 @@ from torch import Tensor
 from multipack.data.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePair
 from multipack.parallel.world import World, choose_device
 from multipack.reports.console import Console
+from multipack.training.compare import timed_step
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
 from result import parser_of, write_result
@@ -41,18 +42,6 @@ def pad(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     return PreferenceCollator(PackedCollator(2 * len(pairs), width, align=width))(pairs)
 
 
-def timed(trainer: Trainer, batches: Sequence[Any], clock: Callable[[], float]) -> float:
-    """Seconds of a step that leaves the weights as they are."""
-    engine = trainer.engine
-    engine.world.synchronize()
-    began = clock()
-    engine.forward_backward(batches, sum(batch.denominator for batch in batches))
-    engine.clip(1.0)
-    engine.step(0.0)
-    engine.world.synchronize()
-    return clock() - began
-
-
 def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """Rows of figures, of both padded trainers."""
     plan, model = trainer.feed.plan, trainer.engine.model
@@ -68,9 +57,9 @@ def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float])
             padded = [
                 pad([pairs[int(n)] for n in numbers[at : at + size]]) for at in range(0, len(numbers), size)
             ]
-            packed_seconds = timed(trainer, packed, clock)
+            packed_seconds = timed_step(trainer.engine, packed, clock)
             model.log_probabilities = loss
-            padded_seconds = timed(trainer, padded, clock)
+            padded_seconds = timed_step(trainer.engine, padded, clock)
             model.log_probabilities = own
             sizes = [sum(getattr(batch, each) for batch in padded) for each in ("num_tokens", "num_slots")]
             found += [packed_seconds, padded_seconds, *sizes] if index else 0  # the first one warms up

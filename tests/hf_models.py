@@ -70,8 +70,8 @@ def save_model(kind, folder, dtype=torch.float32):
     return model
 
 
-def run_words(tmp_path, folder):
-    """Words of a run of four steps on short documents."""
+def short_run(tmp_path):
+    """Words of a run of four steps on short documents, without a model."""
     file = tmp_path / "documents.jsonl"
     lines = [json.dumps({"text": "abcdefghij"[number % 7 :] * 3}) for number in range(60)]
     file.write_text("\n".join(lines) + "\n")
@@ -84,5 +84,9 @@ def run_words(tmp_path, folder):
             "train.eval_every=0",
             "train.checkpoint_every=2",
         ],
-        *f"log.every=0 optimizer.lr=0.01 model=hf:{folder}".split(),
     ]
+
+
+def run_words(tmp_path, folder):
+    """Words of a run of four steps of the model of transformers in a folder."""
+    return [*short_run(tmp_path), *f"log.every=0 optimizer.lr=0.01 model=hf:{folder}".split()]

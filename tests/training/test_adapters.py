@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hf_models import short_run
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.tokenizer import byte_tokenizer
@@ -28,20 +29,8 @@ def words(tmp_path, save_decoder):
     """Words of a run with adapters of rank 2 on a saved base."""
     torch.manual_seed(1)
     base = save_decoder(tmp_path / "base", Decoder(SHAPE), byte_tokenizer())
-    file = tmp_path / "documents.jsonl"
-    lines = [json.dumps({"text": "abcdefghij"[number % 7 :] * 3}) for number in range(60)]
-    file.write_text("\n".join(lines) + "\n")
     return [
-        *(f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 plan.window=4".split()),
-        *(
-            [
-                "train.device=cpu",
-                "train.dtype=fp32",
-                "train.steps=4",
-                "train.eval_every=0",
-                "train.checkpoint_every=2",
-            ]
-        ),
+        *short_run(tmp_path),
         *(["log.every=0", "optimizer.lr=0.01", "adapter.rank=2"]),
         f"train.init_from={base}",
     ]

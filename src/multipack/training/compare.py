@@ -97,10 +97,10 @@ def compare_with_padding(
         step = max(index - 1, 0)  # the first pair warms up and is repeated
         packed = [collate([documents[int(n)] for n in pack]) for pack in plan.packs(step) if len(pack)]
         padded = padded_batches(documents, plan.documents(step), batch_size, step, plan.loss_weighting)
-        packed_seconds = _timed_step(engine, packed, clock)
+        packed_seconds = timed_step(engine, packed, clock)
         model.training_loss = padded_loss or own_loss
         try:
-            padded_seconds = _timed_step(engine, padded, clock)
+            padded_seconds = timed_step(engine, padded, clock)
         finally:
             model.training_loss = own_loss
         tokens, slots = (
@@ -120,7 +120,7 @@ def compare_with_padding(
     )
 
 
-def _timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
+def timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
     """Seconds of a step that leaves the weights as they are."""
     engine.world.synchronize()
     began = clock()

@@ -18,7 +18,7 @@ def packs(value: Any, keys: Keys) -> Honored:
     packs = int(value) * int(keys.get("gradient_accumulation_steps") or 1)
     note = f"{packs} packs a step on one device; Axolotl multiplies by devices: on N set plan.packs_per_step={packs}·N"
     settings = {"plan.packs_per_step": packs}
-    if not keys.get("sample_packing"):  # a step of so many documents, as without packing
+    if not keys.get("sample_packing"):  # a step of this number of documents, as without packing
         settings["plan.max_documents"] = 1
         note += (
             ". Without sample_packing a pack holds one document: without plan.max_documents=1 a step has more"
@@ -32,7 +32,7 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), ("adamw_8bit", "")),
     "paged_adamw_8bit": ("adamw_8bit", "its states are not paged"),
     "adamw_torch_4bit": ("adamw_8bit", "its states have 8 bits instead of 4: more memory, less rounding"),
-    "muon": ("muon", "its learning rate is scaled as optimizer.name=muon says"),
+    "muon": ("muon", "its learning rate is scaled as by optimizer.name=muon"),
 }
 
 
@@ -227,7 +227,7 @@ def replicas(value: Any, keys: Keys) -> Honored:
 
 
 def overlong(value: Any, keys: Keys) -> Honored:
-    """What becomes of documents longer than a pack."""
+    """The policy for documents longer than a pack."""
     policies = {"drop": "drop", "truncate": "truncate", "raise": "error"}
     if value not in policies:
         raise NotHonored(f"excess_length_strategy={value}: there are {', '.join(policies)}")
