@@ -1,0 +1,88 @@
+"""`PrefixTree`: the paths of its nodes are the documents, and the nodes are as long as `min_prefix` says."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.data.prefix_tree import PrefixTree
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=7)
+
+
+def path_of(tree: PrefixTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(tree.parent[node])
+    return path
+
+
+def common(left: list[int], right: list[int]) -> int:
+    size = 0
+    while size < min(len(left), len(right)) and left[size] == right[size]:
+        size += 1
+    return size
+
+
+@settings(max_examples=150, deadline=None)
+@given(documents=DOCUMENTS, min_prefix=st.integers(1, 4))
+def test_paths_are_the_documents_and_nodes_are_worth_their_tokens(
+    documents: list[list[int]], min_prefix: int
+) -> None:
+    tokens = [np.array(document, dtype=np.uint16) for document in documents]
+    tree = PrefixTree.of(tokens, min_prefix)
+    paths = [path_of(tree, int(node)) for node in tree.last]
+    on_path: dict[int, list[int]] = {}
+    for number, path in enumerate(paths):
+        parts = [tokens[tree.document[node]][tree.start[node] :][: tree.length[node]] for node in path]
+        assert np.concatenate(parts).tolist() == documents[number]
+        for node in path:
+            on_path.setdefault(node, []).append(number)
+    assert sorted(on_path) == list(range(len(tree.length)))  # no node without a document
+    for node, numbers in on_path.items():
+        assert tree.document[node] == min(numbers)
+        assert tree.parent[node] < node
+        assert len(numbers) == 1 or tree.length[node] >= min_prefix
+    roots = [node for node in on_path if tree.parent[node] < 0]
+    assert roots == sorted(roots, key=lambda node: int(tree.document[node]))
+    # Two documents go apart where fewer than min_prefix more tokens are common to both.
+    for left, right in combinations(range(len(documents)), 2):
+        shared = [node for node in paths[left] if node in paths[right]]
+        depth = int(sum(tree.length[node] for node in shared))
+        assert depth <= common(documents[left], documents[right]) < depth + min_prefix
+    # Depth-first: the descendants of a node come right after it.
+    for node in on_path:
+        inside = [each for each in on_path if node in path_of(tree, each)]
+        assert sorted(inside) == list(range(node, node + len(inside)))
+
+
+def test_a_short_beginning_is_repeated_behind_a_longer_one() -> None:
+    documents = [np.array(text) for text in ([1, 1, 1, 1, 2, 3], [1, 1, 1, 1, 2, 4], [9], [1, 1, 1, 1, 5])]
+    tree = PrefixTree.of(documents, 3)
+    assert tree.length.tolist() == [4, 2, 2, 1, 1]
+    assert tree.start.tolist() == [0, 4, 4, 4, 0]
+    assert tree.parent.tolist() == [-1, 0, 0, 0, -1]
+    assert tree.last.tolist() == [1, 2, 4, 3]
+    assert tree.shares
+    assert tree.num_slots == 10
+
+
+def test_joined_trees_share_nothing_between_them() -> None:
+    pair = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]
+    joined = PrefixTree.joined([PrefixTree.of(pair, 1), PrefixTree.of(pair[:1], 1), PrefixTree.of(pair, 1)])
+    assert joined.document.tolist() == [0, 0, 1, 2, 3, 3, 4]
+    assert joined.parent.tolist() == [-1, 0, 0, -1, -1, 4, 4]
+    assert joined.last.tolist() == [1, 2, 3, 5, 6]
+    assert joined.num_slots == 5 + 4 + 5
+    assert not PrefixTree.of([np.array([1]), np.array([2])], 1).shares
+    assert PrefixTree.of([np.array([1]), np.array([1])], 1).shares
+
+
+def test_min_prefix_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"data\.min_prefix=0"):
+        PrefixTree.of([np.array([1])], 0)
