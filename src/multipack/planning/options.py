@@ -28,7 +28,7 @@ Sync = Literal["micro", "step", "pipeline"]
 LARGEST = 1 << 22
 """Most packs of a step, steps of a window, and so on: larger numbers would ask for memory that no plan needs."""
 
-ALGORITHM = 7
+ALGORITHM = 8
 """Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
 
