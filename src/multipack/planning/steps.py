@@ -333,9 +333,9 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
     drop     full steps only; documents are left over
     carry    full steps only; documents left over begin the next epoch
 
-    With `keep`, documents are first spread over the steps that their tokens fill. If that takes more steps, because they
-    cannot fill packs, they are spread over a number halfway, and so on. With `keep` and `steps`, windows become wider
-    until all documents fit.
+    With `keep`, documents are first spread over the steps that their tokens fill. If that takes more steps, because
+    they cannot fill packs, they are spread over a number halfway, and so on. With `keep` and `steps`, windows become
+    wider until all documents fit.
 
     Raises:
         ValueError: there are more steps than documents, the documents fill no step, or the steps cannot hold all
