@@ -359,16 +359,14 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
         return divide(ends, rules, steps, extend, width=width), width
     if steps is None:
         needed = min(options.needed_steps(slots, entries), entries)
-        made, even = None, needed
+        tried, even = list[Division](), needed
         for _ in range(_TRIES):
-            tried = divide(ends, rules, even, options.needed_steps, width=width)
-            taken = len(tried.step_sizes)
-            if made is None or taken <= len(made.step_sizes):
-                made = tried
+            tried.append(divide(ends, rules, even, options.needed_steps, width=width))
+            taken = len(tried[-1].step_sizes)
             if taken <= even + even // 256:
                 break
             even = (even + taken + 1) // 2
-        return made, width
+        return min(reversed(tried), key=lambda made: len(made.step_sizes)), width
     width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
     while width < steps:
         # Search the number of steps to spread over evenly; documents that do not fit add further steps.
