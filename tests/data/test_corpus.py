@@ -245,3 +245,48 @@ def test_arrays_that_are_no_lengths_are_refused_before_memory_is_asked_for(tmp_p
     os.mkfifo(path)
     with pytest.raises(ValueError, match="no such file"):
         read_lengths(path, 16)
+
+
+def test_validation_documents_come_from_files_of_their_own(config, pairs, text_file, tmp_path):
+    rows = [json.dumps({"prompt": f"V{n}", "completion": "b" * (n + 30)}) for n in range(5)]
+    files = [text_file("\n".join(rows[:2]), "held/a.jsonl"), text_file("\n".join(rows[2:]), "held/b.jsonl")]
+    data = config(source="jsonl", path=pairs, validation_path=files)
+    corpus = load_corpus(data, BPE, limit=64)
+    assert (len(corpus.train), len(corpus.validation)) == (20, 5)
+    assert [text[:2] for text in texts(corpus.validation)] == ["V0", "V1", "V2", "V3", "V4"]
+    assert corpus.sources == (("a.jsonl", 2), ("b.jsonl", 3))
+    assert corpus.validation.names(4) == "b.jsonl: b.jsonl:3"
+    assert corpus.tokenizer.hash == corpus.validation.store.header.tokenizer_hash
+    assert "a.jsonl, 2 documents" in corpus.validation_files
+    alone = load_corpus(replace(data, validation_path=[], validation=0.0), BPE, limit=64)
+    assert corpus.train.fingerprint == alone.train.fingerprint
+    # A store of such documents gives the same, for a store, too; too long documents are cut as those of training.
+    store = prepare(config(source="jsonl", path=pairs), BPE, tmp_path / "train.store")
+    held = prepare(
+        config(source="jsonl", path=files[1]), TokenizerConfig("file", str(store)), tmp_path / "held.store"
+    )
+    stored = config(source="store", path=str(store), validation_path=[str(held)], overlong="truncate")
+    again = load_corpus(stored, AUTO, limit=20)
+    assert again.validation.lengths.max() == 20
+    assert texts(load_corpus(stored, AUTO, limit=64).validation) == texts(corpus.validation)[2:]
+    assert again.sources == ()
+
+
+def test_validation_documents_must_suit_those_of_training(config, pairs, text_file, tmp_path):
+    chats = text_file(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    )
+    chosen = text_file(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}), "chosen.jsonl")
+    other = prepare(config(source="jsonl", path=pairs), TokenizerConfig("char"), tmp_path / "char.store")
+    for given, named in (
+        ({"validation_path": [chats]}, "special tokens"),
+        ({"validation_path": [chosen]}, "holds pairs, and the training documents are single documents"),
+        ({"validation_path": [str(other)]}, "was tokenized with char"),
+        ({"validation_path": [str(tmp_path / "none")]}, r"validation_path=.*no such file"),
+        ({"validation_path": [chosen], "validation": 0.2}, "leave one of them out"),
+        ({"validation_part": "test"}, "no effect with data.source=jsonl"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            load_corpus(config(source="jsonl", path=pairs, **given), BYTE, limit=64)
+    with pytest.raises(ValueError, match=r"data\.validation_path=.* is not a token store"):
+        load_corpus(config(source="store", path=str(other), validation_path=[pairs]), AUTO, limit=64)

@@ -283,7 +283,7 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(finished, tmp_path
         ("model.layers=3", r"model\.layers was 2"),
         ("model=small", "checkpoint lacks|other shapes"),
         ("plan.packs_per_step=2", "fingerprint|options"),
-        (f"data.path={other}", "trained on other documents"),
+        (f"data.path={other}", "trained with other documents"),
     ):
         with pytest.raises(ValueError, match=message):
             train(compose_run([f"out={finished}", "train.resume=true", "train.steps=9", word]))

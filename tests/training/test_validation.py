@@ -1,6 +1,7 @@
 """The validation loss of a mixture, by source: equal to that of each source alone."""
 
 import json
+import math
 
 import pytest
 
@@ -55,3 +56,27 @@ def test_the_loss_of_all_follows_from_the_sources(stores, trainer):
         "data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=", "train.eval_packs=1"
     )
     assert few.feeds.validation_steps == 2  # at least one step of each
+
+
+def test_validation_files_of_pairs_and_mixtures(stores, words, tmp_path, files, changed, capsys):
+    pairs, held = tmp_path / "pairs.jsonl", tmp_path / "held.jsonl"
+    for file, count in ((pairs, 20), (held, 6)):
+        rows = [{"prompt": f"{n}:", "chosen": "yes" * (1 + n % 4), "rejected": "no"} for n in range(count)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, more = tmp_path / "dpo", ["train.steps=2", "train.eval_every=2", "train.sample_tokens=0"]
+    given = [f"data.path={pairs}", f"data.validation_path={held}", *more, f"out={out}"]
+    train(compose(changed(words, *given)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "20 documents (prompt → chosen | rejected); for validation held.jsonl, 6 documents" in shown
+    assert files(out).evaluations[0]["val_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    # The file is checked on resume.
+    held.write_text(held.read_text().replace("yes", "Yes"))
+    with pytest.raises(ValueError, match="the run was trained with other validation documents"):
+        train(compose_run([f"out={out}", "train.resume=true", "train.steps=3"]))
+    paths = ",".join(map(str, stores.values()))
+    mixed = ["data=mixture", f"data.paths=[{paths}]", f"data.validation_path=[{paths}]", "data.path=", *more]
+    train(compose(changed(words, *mixed, f"out={tmp_path / 'mixed'}")))
+    assert {name for name in files(tmp_path / "mixed").evaluations[0] if "/" in name} == {
+        "val_loss/long.store",
+        "val_loss/short.store",
+    }

@@ -70,9 +70,11 @@ def prepare(
 
     `multipack prepare --settings` lists all settings.
     """
+    from multipack.data.corpus import validation_sets
     from multipack.data.corpus_report import CorpusReport
     from multipack.data.prepare import prepare as run
     from multipack.data.store import TokenStore
+    from multipack.data.tokenizer import TokenizerConfig
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
     from multipack.training.run_config import compose
@@ -80,6 +82,12 @@ def prepare(
     console, path = Console(stream=sys.stderr if as_json else None), report
     if path is None:
         composed = compose(words or [])
+        sets = validation_sets(composed.data)
+        if sets and (store or part != "1/1" or engine != "local"):
+            raise ValueError(
+                "--store, --part and --engine are about one store: prepare the documents of data.validation_path by a"
+                " command of their own, with tokenizer=STORE/tokenizer.json"
+            )
         with console.progress("tokenizing") as advance:
             path = run(
                 composed.data,
@@ -91,6 +99,9 @@ def prepare(
                 part=part,
                 report=console.line,
             )
+            own = TokenizerConfig("file", str(path))
+            for each in [each for each in sets if each.source != "store"]:
+                console.line(f"validation documents: {each.path}, in {run(each, own, progress=advance)}")
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
     if part != "1/1" and not TokenStore(path, growing=True).is_complete:

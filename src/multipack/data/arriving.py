@@ -99,7 +99,7 @@ class Arriving(ABC):
         self.tokenizer = first.tokenizer
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
-        validation = head.split(data.validation, data.split_seed)[1]
+        validation = head.split(data.validation_share, data.split_seed)[1]
         self._held, self._first_checksum = validation.pieces["document"], first.checksum
         self.validation, self.validation_fit = self._fit(validation)
         self._chunk = *self._training(first, self.start), end

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -17,11 +17,12 @@ import numpy as np
 
 from multipack.atomic import cache_folder
 from multipack.data.arriving import Arriving, GrowingFolder, StreamedRecords
-from multipack.data.data_config import DataConfig
+from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.documents import Documents
 from multipack.data.mixture import Share, mix
 from multipack.data.overlong import FitReport
 from multipack.data.prepare import prepare
+from multipack.data.shards import HEADER
 from multipack.data.sources import Source, open_dataset
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
@@ -43,7 +44,9 @@ class Corpus:
         prompts: a few short beginnings, from validation if there is any, for samples.
         store_path: folder of the token store; of a mixture, of the first one.
         mixture: share of each source of a mixture.
-        sources: name and number of validation documents of each source of a mixture, in the order of `validation`.
+        sources: name and number of documents of each set of validation documents, or of each source of a mixture, in
+            the order of `validation`; empty if there is one.
+        validation_files: one line about validation documents that are no share of the others; empty = they are.
         arriving: the documents to train on if they arrive during the run; `train` is empty then.
         staged: one line about copies made before training; empty = none.
     """
@@ -60,6 +63,7 @@ class Corpus:
     store_path: Path
     mixture: tuple[Share, ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
+    validation_files: str = ""
     arriving: Arriving | None = None
     staged: str = ""
 
@@ -94,12 +98,119 @@ def load_corpus(
     """
     data.check()
     tokenizer.check()
-    if data.stream:
-        return _load_stream(data, tokenizer, limit)
+    load = _load_stream if data.stream else _load_stored
+    corpus = load(data, tokenizer, limit, progress, reads)
+    if not data.validation_sets:
+        return corpus
+    trained, path = corpus.validation.store, corpus.store_path  # a stream's tokenizer is not trained
+    own = tokenizer if data.stream and data.source != "store" else TokenizerConfig("file", str(path))
+    try:
+        held = load_sets(validation_sets(data), own, limit=limit, progress=progress, reads=reads)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path=", "data.validation_path=")) from error
+    if held.tokenizer.hash != corpus.tokenizer.hash:
+        raise ValueError(
+            f"data.validation_path={data.validation_path}: its chats need special tokens that the tokenizer of the"
+            " training documents lacks; give documents of the same form"
+        )
+    if (kind := held.validation.store.kind) != trained.kind:
+        raise ValueError(
+            f"data.validation_path={data.validation_path} holds {kind}, and the training documents are {trained.kind}:"
+            " give documents of the same form"
+        )
+    return replace(
+        corpus,
+        validation=held.validation,
+        validation_fit=held.validation_fit,
+        sources=held.sources,
+        validation_files=held.description,
+        prompts=held.prompts,
+    )
+
+
+def load_sets(
+    sets: Sequence[DataConfig],
+    tokenizer: TokenizerConfig,
+    *,
+    limit: int,
+    progress: Progress = silent,
+    reads: bool = True,
+) -> Corpus:
+    """A corpus without training documents: all documents of each set are for validation; see `load_corpus`.
+
+    Raises:
+        ValueError: see `load_corpus`.
+    """
+    stores = [_prepared(each, tokenizer, progress) for each in sets]
+    data = replace(sets[0], validation=0.0)
+    stores, staged = stage(stores, data.stage if reads else "", progress)
+    if data.verify == "full" and reads:
+        verify_once(stores, cache_folder(data.cache), progress)
+    views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)
+    names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
+    documents: Documents = views[0]
+    if len(stores) > 1:
+        documents = Documents.joined(*_within_joined(stores, names, views))
+    return Corpus(
+        train=documents.take([]),
+        validation=documents,
+        tokenizer=stores[0].tokenizer,
+        corpus_hash=documents.store.checksum,
+        description="; ".join(store.description for store in stores),
+        train_fit=FitReport(limit, "error"),
+        validation_fit=reduce(add, fits),
+        skipped=documents.store.skipped,
+        prompts=_prompts(documents, stores[0].tokenizer, limit),
+        store_path=stores[0].path,
+        sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
+        staged=staged,
+    )
+
+
+def sets_of(data: DataConfig) -> list[DataConfig]:
+    """A source, or each store of a mixture, for `load_sets`."""
+    return [_store_config(data, path) for path in data.paths] or [data]
+
+
+def validation_sets(data: DataConfig) -> list[DataConfig]:
+    """The sources of `data.validation_path` (and `validation_part`): token stores, or files as those of training."""
+    found = []
+    for path in data.validation_sets:
+        if (Path(path).expanduser() / HEADER).is_file():
+            found.append(_store_config(data, path))
+        elif data.source in ("text", *RECORDS):
+            part, own = data.validation_part or data.part, {"validation_path": [], "validation_part": ""}
+            found.append(replace(data, path=path, part=part, stream=False, validation=0.0, **own))
+        else:
+            raise ValueError(
+                f"data.validation_path={path} is not a token store, which data.source={data.source} needs: prepare it"
+                " with the tokenizer of the training documents (`multipack prepare tokenizer=FILE --store …`)"
+            )
+    return found
+
+
+def _store_config(data: DataConfig, path: str) -> DataConfig:
+    """A token store, read with the settings of other documents."""
+    names = "block_size train_on_prompt overlong overlap repeat_prompt verify stage cache".split()
+    kept = {name: getattr(data, name) for name in names}
+    return DataConfig(source="store", path=path, validation=0.0, **kept)
+
+
+def _prepared(data: DataConfig, tokenizer: TokenizerConfig, progress: Progress) -> TokenStore:
+    """The store of one source, prepared first, if necessary."""
+    if data.source == "store":
+        return _open(data.path, tokenizer)
+    return TokenStore(prepare(data, tokenizer, progress=progress))
+
+
+def _load_stored(
+    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
+) -> Corpus:
+    """The documents of stores, which are prepared first, if necessary."""
     if data.source in ("store", "mixture"):
         stores = [_open(path, tokenizer) for path in data.paths or [data.path]]
     else:
-        stores = [TokenStore(prepare(data, tokenizer, progress=progress))]
+        stores = [_prepared(data, tokenizer, progress)]
     stores, staged = stage(stores, data.stage if reads else "", progress)
     if data.verify == "full" and reads:
         verify_once(stores, cache_folder(data.cache), progress)
@@ -163,14 +274,14 @@ def _divided(
                 f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
                 " data.overlong=split cuts those that are too long"
             )
-        views = whole.split(data.validation, data.split_seed)
+        views = whole.split(data.validation_share, data.split_seed)
     else:
         if block > limit:
             raise ValueError(
                 f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
                 " plan.capacity (and the model's context)"
             )
-        train, validation = whole.split_by_position(data.validation)
+        train, validation = whole.split_by_position(data.validation_share)
         views = train.cut(block), validation.cut(block)
     (train, train_fit), (validation, validation_fit) = (
         view.fit(limit, data.overlong, data.overlap, data.repeat_prompt) for view in views
@@ -185,17 +296,30 @@ def _mixed(
     data: DataConfig,
 ) -> tuple[Documents, Documents, tuple[Share, ...]]:
     """The mixture to train on, and all validation documents, as views of the joined stores."""
-    paths = [store.path.absolute() for store in stores]
-    names = [str(path.relative_to(os.path.commonpath(paths))) for path in paths]
-    joined = TokenStore.joined(stores[0].path.parent, stores, names)
-    first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
-    own = [view.within(joined, start) for view, start in zip(trains, first, strict=True)]
+    names = _names([store.path for store in stores])
+    own, held = _within_joined(stores, names, trains, validations)
     train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-    held = [view.within(joined, start) for view, start in zip(validations, first, strict=True)]
     return train, Documents.joined(held), shares
 
 
-def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
+def _names(paths: Sequence[Path | str]) -> list[str]:
+    """Names of sources: their paths, relative to the deepest folder that holds all of them."""
+    places = [Path(path).expanduser().absolute() for path in paths]
+    return [str(place.relative_to(os.path.commonpath(places))) for place in places]
+
+
+def _within_joined(
+    stores: Sequence[TokenStore], names: Sequence[str], *views: Sequence[Documents]
+) -> list[list[Documents]]:
+    """Views of each store, as views of the joined store, whose documents have names that begin with `names`."""
+    joined = TokenStore.joined(stores[0].path.parent, stores, names)
+    first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
+    return [[view.within(joined, start) for view, start in zip(each, first, strict=True)] for each in views]
+
+
+def _load_stream(
+    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress = silent, reads: bool = True
+) -> Corpus:
     """The documents of a stream: those held back for validation, and an iterator over the others."""
     arriving: Arriving
     if data.source == "store":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
 from multipack.planning.options import check_choice
 
@@ -67,6 +67,10 @@ class DataConfig:
     """An epoch of a mixture ends when `all` stores were seen whole (small ones repeat), or with the `first` one."""
     validation: float = 0.1
     """Share of the documents (of a stream: of its last tokens) kept for validation."""
+    validation_path: list[str] = field(default_factory=list)
+    """Validation documents in place of a share: files or folders of the same source, or token stores; each a set."""
+    validation_part: str = ""
+    """Part of a Hugging Face data set (data.path, or those of validation_path) to validate on, in place of a share."""
     split_seed: int = 0
     """Seed of the choice of validation documents and of the documents of a mixture."""
     overlong: Overlong = "auto"
@@ -88,6 +92,8 @@ class DataConfig:
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
+    EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
+
     def check(self) -> None:
         """Check every setting and the combinations that contradict each other.
 
@@ -101,6 +107,7 @@ class DataConfig:
             if not is_legal(value := getattr(self, name)):
                 raise ValueError(f"data.{name}={value}: {legal}")
         self._check_source()
+        self._check_validation()
         self._check_text()
         self._check_records()
         if self.source == "mixture":
@@ -127,6 +134,16 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
                 )
+
+    def _check_validation(self) -> None:
+        if not all(self.validation_path):
+            raise ValueError(f"data.validation_path={self.validation_path}: one of the paths is empty")
+        if self.validation_sets and self.validation not in (0, _DEFAULTS.validation):
+            name = "validation_path" if self.validation_path else "validation_part"
+            raise ValueError(
+                f"data.validation={self.validation} takes a share of the training documents, and data.{name}="
+                f"{getattr(self, name)} names others: leave one of them out"
+            )
 
     def _check_text(self) -> None:
         if self.separator and self.documents not in ("auto", "separator"):
@@ -173,6 +190,16 @@ class DataConfig:
             )
 
     @property
+    def validation_sets(self) -> list[str]:
+        """Paths of the validation documents; empty = they are a share of the training documents."""
+        return self.validation_path or ([self.path] if self.validation_part else [])
+
+    @property
+    def validation_share(self) -> float:
+        """Share of the training documents that is kept for validation."""
+        return 0.0 if self.validation_sets else self.validation
+
+    @property
     def division(self) -> Division:
         """`documents`, with auto resolved."""
         if self.documents != "auto":
@@ -194,7 +221,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 _OUT = "leave it out"
 _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("path", ("text", *RECORDS, "store"), "set data.source=text, or data.paths=[STORE,…] for a mixture"),
-    ("subset part", ("huggingface",), _OUT),
+    ("subset part validation_part", ("huggingface",), _OUT),
     ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),

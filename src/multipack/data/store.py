@@ -125,6 +125,11 @@ class TokenStore:
         ]
         return cls(path, first.folder, header=header, shards=shards)
 
+    @property
+    def kind(self) -> str:
+        """What its documents are."""
+        return "labeled answers" if self.has_labels else "pairs" if self.has_pairs else "single documents"
+
     def in_memory(self) -> TokenStore:
         """The same store, its arrays read into the memory of this process."""
         shards = [shard.in_memory() for shard in self.shards]

@@ -49,8 +49,11 @@ class RunFiles:
             **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
         }
         documents = corpus.arriving or corpus.train
+        hashes = {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash}
+        if corpus.validation_files:  # others are determined by the training documents
+            hashes["validation documents"] = corpus.validation.fingerprint
         self._origin: dict[str, Any] = {
-            "corpus": {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash},
+            "corpus": hashes,
             "world_size": world.size,
             "threads": torch.get_num_threads(),
             "files": {},
@@ -73,10 +76,10 @@ class RunFiles:
                 f"{self.run.path}: {problem}; restore it from a copy of the run, or start a new run with another out="
             )
         for what, digest in self._origin["corpus"].items():
-            saved = progress["corpus"][what]
+            saved = str(progress["corpus"].get(what))
             if saved != digest:
                 raise ValueError(
-                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
+                    f"the run was trained with other {what} (hash {saved[:12]}, now {digest[:12]});"
                     " continue with the same ones, or start a new run with another out="
                 )
         processes, threads = progress["world_size"], progress["threads"]

@@ -75,6 +75,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
     config, corpus = run.config, run.corpus
     plan = f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
+    held = f"; for validation {corpus.validation_files}" if corpus.validation_files else held
     if measured is not None:
         found, share = measured
         plan += f": {found.efficiency:.1%} of the slots hold tokens, padded rows {share:.1%}"
@@ -295,6 +296,7 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         f" {rank}, one micro-batch each"
     )
     held = f"{len(corpus.validation):,} documents, {corpus.validation.num_tokens:,} tokens"
+    held += f": {corpus.validation_files}" if corpus.validation_files else ""
     return [*rows, ("step", step), ("validation", held), *corpus_notes(corpus)]
 
 

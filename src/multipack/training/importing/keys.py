@@ -133,7 +133,7 @@ NOTED: dict[str, str] = {
     "save_strategy saves_per_epoch": "steps of an epoch are known when the documents are read: set"
     " train.checkpoint_every (a run is always saved at its end)",
     "resume_from_checkpoint auto_resume_from_checkpoints": "train.resume=auto continues a run of this trainer",
-    "test_datasets": "validation documents are a share of the training documents (data.validation)",
+    "test_datasets": "data.validation_path=FILE takes validation documents of the same form as the training documents",
     "loss_watchdog_threshold loss_watchdog_patience": "train.spike=stop ends a run whose loss jumps, by another rule",
     "expert_parallel_size": "experts are divided as other weights are, by parallel.data=zero3",
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
