@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -143,9 +144,7 @@ def load_sets(
     """
     stores = [_prepared(each, tokenizer, progress) for each in sets]
     data = replace(sets[0], validation=0.0)
-    stores, staged = stage(stores, data.stage if reads else "", progress)
-    if data.verify == "full" and reads:
-        verify_once(stores, cache_folder(data.cache), progress)
+    stores, staged = _staged(stores, data, progress, reads)
     views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
     documents: Documents = views[0]
@@ -179,8 +178,8 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
         if (Path(path).expanduser() / HEADER).is_file():
             found.append(_store_config(data, path))
         elif data.source in ("text", *RECORDS):
-            part, own = data.validation_part or data.part, {"validation_path": [], "validation_part": ""}
-            found.append(replace(data, path=path, part=part, stream=False, validation=0.0, **own))
+            own = replace(data, validation_path=[], validation_part="", validation=0.0, stream=False)
+            found.append(replace(own, path=path, part=data.validation_part or data.part))
         else:
             raise ValueError(
                 f"data.validation_path={path} is not a token store, which data.source={data.source} needs: prepare it"
@@ -191,8 +190,17 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
 
 def _store_config(data: DataConfig, path: str) -> DataConfig:
     """A token store, read with the settings of other documents."""
-    names = "block_size train_on_prompt overlong overlap repeat_prompt verify stage cache".split()
-    kept = {name: getattr(data, name) for name in names}
+    names = [
+        "block_size",
+        "train_on_prompt",
+        "overlong",
+        "overlap",
+        "repeat_prompt",
+        "verify",
+        "stage",
+        "cache",
+    ]
+    kept: dict[str, Any] = {name: getattr(data, name) for name in names}
     return DataConfig(source="store", path=path, validation=0.0, **kept)
 
 
@@ -203,6 +211,16 @@ def _prepared(data: DataConfig, tokenizer: TokenizerConfig, progress: Progress) 
     return TokenStore(prepare(data, tokenizer, progress=progress))
 
 
+def _staged(
+    stores: Sequence[TokenStore], data: DataConfig, progress: Progress, reads: bool
+) -> tuple[list[TokenStore], str]:
+    """The stores as this process reads them, verified if `data.verify` asks for it; and one line for people."""
+    staged, line = stage(stores, data.stage if reads else "", progress)
+    if data.verify == "full" and reads:
+        verify_once(staged, cache_folder(data.cache), progress)
+    return staged, line
+
+
 def _load_stored(
     data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
 ) -> Corpus:
@@ -211,9 +229,7 @@ def _load_stored(
         stores = [_open(path, tokenizer) for path in data.paths or [data.path]]
     else:
         stores = [_prepared(data, tokenizer, progress)]
-    stores, staged = stage(stores, data.stage if reads else "", progress)
-    if data.verify == "full" and reads:
-        verify_once(stores, cache_folder(data.cache), progress)
+    stores, staged = _staged(stores, data, progress, reads)
     trains, validations, train_fits, validation_fits = zip(
         *(_divided(store, data, limit) for store in stores), strict=True
     )
