@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multipack.data.common_prefix import GRAIN
+from multipack.data.common_prefix import shared as shared_tokens
 from multipack.data.prefix_tree import PrefixTree
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=7)
@@ -47,14 +49,14 @@ def test_paths_are_the_documents_and_nodes_are_worth_their_tokens(
     for node, numbers in on_path.items():
         assert tree.document[node] == min(numbers)
         assert tree.parent[node] < node
-        assert len(numbers) == 1 or tree.length[node] >= min_prefix
+        assert len(numbers) == 1 or tree.length[node] >= min(GRAIN, min_prefix)
     roots = [node for node in on_path if tree.parent[node] < 0]
     assert roots == sorted(roots, key=lambda node: int(tree.document[node]))
-    # Two documents go apart where fewer than min_prefix more tokens are common to both.
+    # What two documents share depends on these two only.
     for left, right in combinations(range(len(documents)), 2):
         shared = [node for node in paths[left] if node in paths[right]]
         depth = int(sum(tree.length[node] for node in shared))
-        assert depth <= common(documents[left], documents[right]) < depth + min_prefix
+        assert depth == int(shared_tokens(np.array(common(documents[left], documents[right])), min_prefix))
     # Depth-first: the descendants of a node come right after it.
     for node in on_path:
         inside = [each for each in on_path if node in path_of(tree, each)]
@@ -63,7 +65,7 @@ def test_paths_are_the_documents_and_nodes_are_worth_their_tokens(
 
 def test_a_short_beginning_is_repeated_behind_a_longer_one() -> None:
     documents = [np.array(text) for text in ([1, 1, 1, 1, 2, 3], [1, 1, 1, 1, 2, 4], [9], [1, 1, 1, 1, 5])]
-    tree = PrefixTree.of(documents, 3)
+    tree = PrefixTree.of(documents, 4)
     assert tree.length.tolist() == [4, 2, 2, 1, 1]
     assert tree.start.tolist() == [0, 4, 4, 4, 0]
     assert tree.parent.tolist() == [-1, 0, 0, 0, -1]

@@ -7,7 +7,7 @@
     last nodes  1 2 3                   3          2        0      2       −1
 
 A document is the path from a root to its last node. A model computes the tokens of a node once for all documents on
-whose path it is. Each node costs time, so a common beginning of few tokens is repeated instead.
+whose path it is. Each node costs time, so a common beginning of few tokens is repeated instead (common_prefix.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from multipack.data.common_prefix import shared
 
 Integers = NDArray[np.int64]
 Group = tuple[int, int]
@@ -34,7 +36,7 @@ class PrefixTree:
         start: (N,) depth: tokens of its documents before the node.
         length: (N,) tokens of the node.
         parent: (N,) number of the node before it on the path; −1 = none.
-        last: (D,) number of the node with which each document ends; that of documents with equal tokens is the same.
+        last: (D,) number of the node with which each document ends; documents with equal tokens may have one.
     """
 
     document: Integers
@@ -47,9 +49,8 @@ class PrefixTree:
     def of(cls, documents: Sequence[NDArray[np.integer[Any]]], min_prefix: int) -> PrefixTree:
         """The trees of documents, given their tokens.
 
-        Documents share a common beginning of at least `min_prefix` tokens. A longer one, of some of them, is a node of
-        its own if it adds at least `min_prefix` tokens. Roots, and the children of a node, are in the order of their
-        first documents.
+        Any two documents share the beginning that `common_prefix.shared` says, so that documents never have more slots
+        together than in parts. Roots, and the children of a node, are in the order of their first documents.
 
         Raises:
             ValueError: `min_prefix` is below 1.
@@ -59,10 +60,11 @@ class PrefixTree:
         # Big-endian bytes are in the order of the tokens.
         keys = [document.astype(">u4").tobytes() for document in documents]
         order = sorted(range(len(documents)), key=keys.__getitem__)
-        common = [0, *(_common(documents[a], documents[b]) for a, b in pairwise(order))]
+        alike = [_common(documents[a], documents[b]) for a, b in pairwise(order)]
+        common = [0, *shared(np.array(alike, dtype=np.int64), min_prefix).tolist()]
         last = np.zeros(len(documents), dtype=np.int64)
         nodes: list[tuple[int, int, int, int]] = []
-        waiting = [(group, 0, -1) for group in _groups(order, common, (0, len(order)), min_prefix)]
+        waiting = [(group, 0, -1) for group in _groups(order, common, (0, len(order)), 1)]
         while waiting:
             (first, stop), start, parent = waiting.pop()
             end = min(common[first + 1 : stop], default=len(documents[order[first]]))
@@ -71,7 +73,7 @@ class PrefixTree:
             while first < stop and len(documents[order[first]]) == end:
                 last[order[first]] = number
                 first += 1
-            children = _groups(order, common, (first, stop), end + min_prefix)
+            children = _groups(order, common, (first, stop), end + 1)
             waiting += [(group, end, number) for group in children]
         document, start_of, length, parent_of = np.array(nodes, dtype=np.int64).reshape(-1, 4).T.copy()
         return cls(document, start_of, length, parent_of, last)
@@ -105,9 +107,9 @@ class PrefixTree:
 
 
 def _groups(order: list[int], common: list[int], group: Group, least: int) -> list[Group]:
-    """Parts of a group with at least `least` common tokens each, in descending order of their first documents.
+    """Parts of a group with at least `least` shared tokens each, in descending order of their first documents.
 
-    `common[i]` is the number of common tokens of the documents `order[i - 1]` and `order[i]`.
+    `common[i]` is the number of shared tokens of the documents `order[i - 1]` and `order[i]`.
     """
     first, stop = group
     if first == stop:
