@@ -51,11 +51,11 @@ MORE = {
 }
 
 
-def save_model(kind, folder, dtype=torch.float32):
-    """A tiny model of this kind with random weights, and its folder with a tokenizer of bytes."""
+def save_model(kind, folder, dtype=torch.float32, change=None, **sizes):
+    """A tiny model of this kind with random weights that `change` changes, and its folder with a tokenizer of bytes."""
     import transformers
 
-    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **MORE.get(kind, {})})
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **MORE.get(kind, {}), **sizes})
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
@@ -64,10 +64,19 @@ def save_model(kind, folder, dtype=torch.float32):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer), alpha=0.1)
+        if change is not None:
+            change(model)
     with redirect_stderr(StringIO()):
         model.save_pretrained(folder)
     byte_tokenizer().save(Path(folder) / "tokenizer.json")
     return model
+
+
+def dequantize(quantize, model):
+    """Replace the matrices of linear layers of blocks by the values that quantized ones stand for."""
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.copy_(quantize(module.weight).to(torch.float32))
 
 
 def short_run(tmp_path):

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
-from multipack.ops.lora import add_adapters, initial_adapter, is_adapter
-from multipack.ops.nf4 import PARTS, quantize
+from multipack.ops.lora import add_adapters, initial_adapter, is_adapter, quantize
+from multipack.ops.quantized import PARTS
 from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
@@ -113,13 +113,13 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
     def frozen(name, device):
         value = drawn(name, device)
         is_matrix = name.startswith("blocks.") and value.dim() == 2
-        quantized = stored.quantize == "nf4" and is_matrix
-        return quantize(value, stored.double_quantize).to(torch.float32) if quantized else value
+        quantized = stored.quantize != "none" and is_matrix
+        return quantize(value, stored).to(torch.float32) if quantized else value
 
     def initial(name, device):
         module, _, own = name.rpartition(".")
         if own in PARTS:
-            return quantize(drawn(f"{module}.weight", device), adapter.double_quantize).part(own)
+            return quantize(drawn(f"{module}.weight", device), adapter).part(own)
         if not is_adapter(name):
             return frozen(name, device)
         value = initial_adapter(name, shapes[name], seed, lambda: frozen(f"{module}.weight", device))

@@ -13,6 +13,9 @@ from multipack.training.run_config import compose_run
 from multipack.training.train import train
 
 pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
+WIDE = {"hidden_size": 64, "intermediate_size": 64}
+QLORA = ("adapter=qlora", "adapter.rank=2")
+INT8 = (*QLORA, "adapter.quantize=int8")
 LORA = ("adapter=lora", "adapter.targets=[all-linear]", "adapter.rank=2", "adapter.train=[model.norm,head]")
 
 
@@ -26,6 +29,7 @@ def result(out):
     ("kind", "words"),
     [
         ("mixtral", ("parallel.data=zero3",)),
+        ("mixtral", ("parallel.data=zero3", *QLORA)),
         *(
             pytest.param(kind, words, marks=pytest.mark.slow)
             for kind, words in (
@@ -36,12 +40,15 @@ def result(out):
                 ("phi", ("parallel.data=zero3",)),
                 ("mixtral", ("parallel.data=zero3", *LORA)),
                 ("gpt_oss", ("parallel.data=ddp", *LORA)),
+                *(("phi", (f"parallel.data={data}", *QLORA)) for data in ("ddp", "zero1", "zero2")),
+                ("gpt_oss", ("parallel.data=zero3", *INT8)),
+                ("deepseek_v3", ("parallel.data=zero2", *INT8)),
             )
         ),
     ],
 )
 def test_two_ranks_equal_one_process_and_another_mesh_continues(kind, words, pools, tmp_path):
-    save_model(kind, tmp_path / "base")
+    save_model(kind, tmp_path / "base", **(WIDE if QLORA[0] in words else {}))
     steady = run_words(tmp_path, tmp_path / "base")
     if LORA[0] in words and kind == "mixtral":
         words = (*words[:-1], "adapter.train=[embedding]")  # the head is the embedding

@@ -57,6 +57,7 @@ ADAPTERS = {
     ),
     "dora": AdapterConfig("dora", rank=4, alpha=4.0),
     "qlora": AdapterConfig("lora", rank=4, targets=["attention"], quantize="nf4"),
+    "int8": AdapterConfig("dora", rank=4, quantize="int8"),
     "qdora": AdapterConfig(
         "dora", rank=4, quantize="nf4", double_quantize=False, train=["blocks.0.feed_forward"]
     ),
@@ -364,7 +365,7 @@ QUANTIZED = [(2, words) for words in (*ALONE, *ZERO)] + [
         *(
             pytest.param(*case, adapter, marks=pytest.mark.slow)
             for case in QUANTIZED
-            for adapter in ("qlora", "qdora")
+            for adapter in ("qlora", "qdora", "int8")
         ),
     ],
     ids=str,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.ops.nf4 import LEVELS, Nf4, linear, quantize
+from multipack.ops.nf4 import LEVELS, Nf4
+from multipack.ops.quantized import linear
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_levels_are_quantiles_of_a_normal_distribution():
 
 @pytest.mark.parametrize("double", [True, False])
 def test_values_equal_the_definition(weight, double):
-    found = quantize(weight, double)
+    found = Nf4.quantize(weight, double)
     blocks = weight.double().numpy().reshape(-1, 64)
     absmax = np.abs(blocks).max(1)
     codes = nearest(blocks / np.maximum(absmax, 1e-30)[:, None], LEVELS.double().numpy())
@@ -64,7 +65,7 @@ def test_values_equal_the_definition(weight, double):
 def test_values_are_those_of_bitsandbytes(weight):
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-    found = quantize(weight)
+    found = Nf4.quantize(weight)
     assert torch.equal(found.codes.view(-1), codes.view(-1))
     # Its kernel on CPUs misses the nearest value where two are about as near.
     assert (found.scales.view(-1) != state.absmax.view(-1)).float().mean() < 0.01
@@ -78,7 +79,7 @@ def test_values_are_those_of_bitsandbytes(weight):
     ("rows", "columns"), [(slice(40, 60), slice(0, 320)), (slice(0, 96), slice(128, 320))]
 )
 def test_parts_are_parts_of_the_whole(weight, rows, columns):
-    whole = quantize(weight)
+    whole = Nf4.quantize(weight)
     codes = whole.codes[rows, columns.start // 2 : columns.stop // 2].contiguous()
     scales = whole.scales[rows, columns.start // 64 : columns.stop // 64].contiguous()
     part = Nf4(codes, scales, whole.steps, 320, (rows.start, columns.start))
@@ -88,7 +89,7 @@ def test_parts_are_parts_of_the_whole(weight, rows, columns):
 
 
 def test_products_save_only_bytes(weight):
-    found, draw = quantize(weight), torch.Generator().manual_seed(2)
+    found, draw = Nf4.quantize(weight), torch.Generator().manual_seed(2)
     x = torch.randn(7, 320, generator=draw, requires_grad=True)
     bias, saved = torch.randn(96, generator=draw), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
@@ -105,4 +106,4 @@ def test_products_save_only_bytes(weight):
 
 def test_rows_without_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="a matrix of 100 columns has no whole blocks of 64"):
-        quantize(torch.zeros(8, 100))
+        Nf4.quantize(torch.zeros(8, 100))

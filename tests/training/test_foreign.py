@@ -3,17 +3,19 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from hf_models import run_words, save_model
+from hf_models import dequantize, run_words, save_model
 from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
+from multipack.ops.lora import FORMATS
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export
@@ -21,6 +23,9 @@ from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
 transformers = pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
+WIDE = {"hidden_size": 64, "intermediate_size": 64}
+"""Rows that blocks of NF4 divide."""
+ATTENTION = ["adapter=lora", "adapter.rank=2", "adapter.targets=[self_attn]"]
 DOCUMENTS = [[*range(5, 16)], [*range(40, 47)], [*range(90, 110)], [7, 7]]
 
 
@@ -117,6 +122,71 @@ def test_adapters_train_and_peft_loads_them(tmp_path):
     after = load_file(tmp_path / "merged" / "model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert changed == {f"model.layers.{n}.self_attn.{m}.weight" for n in (0, 1) for m in ("q_proj", "o_proj")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sizes"),
+    [
+        ("mixtral", "nf4", WIDE),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("phi", "nf4", WIDE), ("gpt_oss", "int8", {}), ("deepseek_v3", "int8", {}))
+        ),
+    ],
+)
+def test_linear_layers_are_quantized_and_nothing_else(kind, name, sizes, tmp_path, capsys):
+    base = save_model(kind, tmp_path / "base", **sizes)
+    save_model(kind, tmp_path / "rounded", change=partial(dequantize, FORMATS[name].quantize), **sizes)
+    words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
+    part, whole, other = (tmp_path / out for out in ("part", "whole", "other"))
+    train(compose_run([*words, f"out={whole}"]))
+    count = sum(
+        each.weight.numel() for each in base.model.layers.modules() if isinstance(each, torch.nn.Linear)
+    )
+    header = " ".join(capsys.readouterr().out.split())
+    assert f"{count:,} frozen ones are in {name.upper()} with" in header
+    train(compose_run([*run_words(tmp_path, tmp_path / "rounded"), *ATTENTION, f"out={other}"]))
+    (held, losses), (expected, theirs) = result(whole), result(other)
+    assert losses == pytest.approx(theirs, rel=1e-6)
+    assert losses[-1] < losses[0]
+    for key, value in expected.items():
+        torch.testing.assert_close(held[key], value, rtol=1e-4, atol=1e-6)
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "step-00000004")
+    (part / "checkpoints" / "latest").unlink()
+    train(compose_run(["train.resume=true", f"out={part}"]))
+    again, continued = result(part)
+    assert continued == losses
+    assert all(torch.equal(again[key], value) for key, value in held.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [("mixtral", "nf4"), ("deepseek_v3", "int8")])
+def test_adapters_of_quantized_models_are_exported(kind, name, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    sizes = WIDE if name == "nf4" else {}
+    save_model(kind, tmp_path / "base", **sizes)
+    change = partial(dequantize, FORMATS[name].quantize)
+    rounded = save_model(kind, tmp_path / "rounded", change=change, **sizes)
+    words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
+    train(compose_run([*words, f"out={tmp_path / 'run'}"]))
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    export(tmp_path / "run", tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    adapted = peft.PeftModel.from_pretrained(rounded, tmp_path / "adapter").eval()
+    tokens = torch.tensor(DOCUMENTS[:1])
+    with torch.no_grad():
+        one, two = (model(tokens, use_cache=False).logits for model in (adapted, merged))
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_matrices_to_quantize_is_refused(tmp_path):
+    save_model("mixtral", tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), "adapter=qlora", f"out={tmp_path / 'run'}"]
+    with pytest.raises(
+        ValueError, match=r"adapter.quantize=nf4: .* no frozen linear layers with rows of a mult"
+    ):
+        train(compose_run(words))
 
 
 def test_preferences_train(tmp_path):

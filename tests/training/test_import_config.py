@@ -109,10 +109,11 @@ def test_the_prompts_of_an_imported_file_are_read(imported, tmp_path):
 
 def test_adapters_and_parallelism(imported):
     keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "peft_use_rslora": True}
-    found, config = imported(**keys, lora_target_modules=["q_proj", "self_attn.v_proj"], load_in_8bit=True)
+    _, config = imported(**keys, lora_target_modules=["q_proj", "self_attn.v_proj"], load_in_8bit=True)
     assert (config.adapter.name, config.adapter.rank, config.adapter.scale) == ("lora", 8, 16 / 8**0.5)
     assert config.adapter.targets == ["q_proj", "v_proj"]
-    assert "load_in_8bit" in found.notes
+    assert config.adapter.quantize == "int8"
+    assert imported(adapter="qlora", load_in_8bit=True)[1].adapter.quantize == "nf4"
     pattern = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
     assert imported(**keys, lora_target_modules=pattern)[1].adapter.targets == [
         "q_proj",

@@ -1,4 +1,4 @@
-"""Runs beside frozen weights of 4 bits (QLoRA), and adapters together with what else a run may have."""
+"""Runs beside frozen weights of 4 bits (QLoRA) or 8 bits, and adapters together with what else a run may have."""
 
 import json
 
@@ -7,9 +7,10 @@ import torch
 
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.ops.nf4 import quantize
+from multipack.ops.lora import quantize
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.export import export
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
@@ -20,21 +21,24 @@ from multipack.words import ConfigError
 SHAPE = ModelShape(2, 2, 1, 64, 128, vocabulary_size=264, tied=False, context=64, head_dim=64)
 
 
-def dequantized(state):
+def dequantized(state, kind="nf4"):
     """The values that quantized matrices of blocks stand for."""
+    config = AdapterConfig("lora", quantize=kind)
     return {
-        name: quantize(value).to(torch.float32) if name.startswith("blocks.") and value.dim() == 2 else value
+        name: quantize(value, config).to(torch.float32)
+        if name.startswith("blocks.") and value.dim() == 2
+        else value
         for name, value in state.items()
     }
 
 
 @pytest.fixture
-def bases(tmp_path, save_decoder):
+def bases(tmp_path, save_decoder, request):
     """A base, and one with the values that its quantized matrices stand for."""
     torch.manual_seed(1)
     model = Decoder(SHAPE)
     save_decoder(tmp_path / "base", model, byte_tokenizer())
-    model.load_state_dict(dequantized(model.state_dict()))
+    model.load_state_dict(dequantized(model.state_dict(), getattr(request, "param", "nf4")))
     save_decoder(tmp_path / "rounded", model, byte_tokenizer())
     return tmp_path / "base", tmp_path / "rounded"
 
@@ -63,18 +67,19 @@ def losses(out):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("bases", "kind"),
     [
-        "lora",
-        pytest.param("dora adapter.train=[norm] adapter.targets=[q_proj]", marks=pytest.mark.slow),
+        ("nf4", "lora"),
+        pytest.param("int8", "lora", marks=pytest.mark.slow),
+        pytest.param("nf4", "dora adapter.train=[norm] adapter.targets=[q_proj]", marks=pytest.mark.slow),
     ],
+    indirect=["bases"],
 )
-def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, kind):
+def test_a_run_equals_one_beside_dequantized_weights(words, bases, tmp_path, kind, request):
     base, rounded = bases
-    kinds = kind.split()
+    kinds, quantize = kind.split(), f"adapter.quantize={request.node.callspec.params['bases']}"
     ours = run(
-        [*words, f"adapter={kinds[0]}", "adapter.quantize=nf4", *kinds[1:], f"train.init_from={base}"],
-        tmp_path / "a",
+        [*words, f"adapter={kinds[0]}", quantize, *kinds[1:], f"train.init_from={base}"], tmp_path / "a"
     )
     theirs = run([*words, f"adapter={kinds[0]}", *kinds[1:], f"train.init_from={rounded}"], tmp_path / "b")
     found, expected = losses(ours), losses(theirs)

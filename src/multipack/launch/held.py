@@ -99,8 +99,8 @@ def _matrix_held(
     bias = has_bias * (outputs if by_inputs else outputs // ranks)
     if adapter.trains(name):
         found = Held(trained=size + bias, matrices=size, cast=size + bias)
-    elif adapter.quantize == "nf4":
-        found = Held(cast=bias, frozen=bias, quantized=_quantized_bytes(adapter, outputs * inputs, ranks))
+    elif adapter.quantize != "none":
+        found = Held(cast=bias, frozen=bias, quantized=_quantized_bytes(adapter, outputs, inputs, ranks))
     else:
         found = Held(cast=bias, frozen=bias, products=size)
     if adapter.adapts(name):
@@ -143,8 +143,11 @@ def trains_output(shape: ModelShape, adapter: AdapterConfig) -> bool:
     return adapter.name == "none" or adapter.trains("embedding" if shape.tied else "head")
 
 
-def _quantized_bytes(adapter: AdapterConfig, size: int, ranks: int) -> float:
-    """Bytes of a rank's part of a quantized matrix: two numbers a byte, scales, and the steps of all scales."""
+def _quantized_bytes(adapter: AdapterConfig, outputs: int, inputs: int, ranks: int) -> float:
+    """Bytes of a rank's part of a quantized matrix; scales of int8 and steps of NF4 are whole on every rank."""
+    size = outputs * inputs
+    if adapter.quantize == "int8":
+        return size / ranks + FLOAT32 * outputs
     scales = size / QUANTIZED_BLOCK
     if not adapter.double_quantize:
         return (size / 2 + FLOAT32 * scales) / ranks

@@ -287,10 +287,10 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
 
 
 def _matrix_bytes(adapter: AdapterConfig) -> int:
-    """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its levels."""
+    """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its codes."""
     of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
-    of_nf4 = FLOAT32 + 2 if adapter.quantize == "nf4" else 0
-    return max(of_dora, of_nf4, FLOAT32 if adapter.name == "none" or adapter.train else 0)
+    of_format = {"none": 0, "nf4": FLOAT32 + 2, "int8": 2 * FLOAT32}[adapter.quantize]
+    return max(of_dora, of_format, FLOAT32 if adapter.name == "none" or adapter.train else 0)
 
 
 def _largest_trained(work: Workload) -> int:

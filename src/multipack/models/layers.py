@@ -193,9 +193,7 @@ class FeedForward(nn.Module):
     def matrices(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of each matrix (of this rank's part of it), in the order of their use."""
         layers: list[Any] = list(self.children())
-        return [
-            _inputs_outputs(layer.weight_codes if layer.weight is None else layer.weight) for layer in layers
-        ]
+        return [_inputs_outputs(layer) for layer in layers]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -211,12 +209,13 @@ def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:
     return kind(width or shape.d_model, eps=shape.norm_eps)
 
 
-def _inputs_outputs(weight: Any) -> tuple[int, int]:
-    """(inputs, outputs) of a matrix, or of this rank's part of it."""
-    rows, columns = (weight.to_local() if hasattr(weight, "to_local") else weight).shape
-    return columns * (
-        2 if weight.dtype == torch.uint8 else 1
-    ), rows  # a byte of a quantized matrix has two numbers
+def _inputs_outputs(layer: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer's matrix, or of this rank's part of it."""
+    per_byte, stored = (
+        (1, layer.weight) if layer.weight is not None else (layer.format.per_byte, layer.weight_codes)
+    )
+    rows, columns = (stored.to_local() if hasattr(stored, "to_local") else stored).shape
+    return per_byte * columns, rows
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
 adapted model begins as the original one.
 
-Frozen matrices of blocks may be quantized (QLoRA, nf4.py), those that no adapter has included; m is then the length of
-the rows that the quantized matrix stands for. Otherwise frozen linear layers are held in the dtype of matrix products:
+Frozen matrices of blocks may be quantized (QLoRA; `FORMATS`), also those without an adapter; m is then the length of
+the rows of the dequantized matrix. Otherwise frozen linear layers are held in the dtype of matrix products:
 autocast would cast them to it in every step, and the products are the same bit for bit.
 """
 
@@ -24,15 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.ops.autocast import at_least_float32
-from multipack.ops.nf4 import PARTS, Nf4, linear, quantize
+from multipack.ops.int8 import Int8
+from multipack.ops.nf4 import Nf4
+from multipack.ops.quantized import PARTS, Quantized, linear
 from multipack.shapes.adapter import AdapterConfig
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
 """Names of the parameters that an adapter adds to a linear layer."""
+FORMATS: dict[str, type[Quantized]] = {"nf4": Nf4, "int8": Int8}
+"""`adapter.quantize` → the format of frozen matrices."""
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter, or with a quantized matrix, or both; `add_adapters` makes it of a linear layer.
+    """A linear layer with an adapter, or with a quantized matrix, or both; `add_adapters` turns a linear layer into it.
 
     Attributes:
         lora_a: (r, in); None = no adapter.
@@ -40,7 +44,9 @@ class LoraLinear(nn.Linear):
         magnitude: (out,) of DoRA, else None.
         scale: s, the factor of the update.
         dropout: share of the adapter's inputs that is dropped in training.
-        weight_codes, weight_scales, weight_steps: the parts of a quantized matrix, see `Nf4`; `weight` is None then.
+        weight_codes, weight_scales, weight_steps: the parts of a quantized matrix, see `Quantized`; then `weight` is
+            None.
+        format: of a quantized matrix.
     """
 
     lora_a: nn.Parameter | None
@@ -48,9 +54,10 @@ class LoraLinear(nn.Linear):
     magnitude: nn.Parameter | None
     scale: float
     dropout: float
+    format: type[Quantized]
 
     @property
-    def matrix(self) -> Tensor | Nf4:
+    def matrix(self) -> Tensor | Quantized:
         """(out, in) the frozen matrix."""
         if cast(Tensor | None, self.weight) is not None:
             return self.weight
@@ -59,7 +66,7 @@ class LoraLinear(nn.Linear):
         codes, scales, steps = (
             cast(Tensor, None if each is None else each.to(torch.uint8)) for each in parts
         )
-        return Nf4(codes, scales, steps, self.in_features)
+        return self.format(codes, scales, steps, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, in) → (T, out)."""
@@ -68,7 +75,7 @@ class LoraLinear(nn.Linear):
     def adapted(
         self,
         x: Tensor,
-        weight: Tensor | Nf4,
+        weight: Tensor | Quantized,
         bias: Tensor | None,
         a: Tensor | None,
         b: Tensor | None,
@@ -90,7 +97,7 @@ class LoraLinear(nn.Linear):
 
 
 @torch.no_grad()
-def row_squares(weight: Tensor | Nf4, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_squares(weight: Tensor | Quantized, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """(out,) squared lengths of the rows of W + s·B·A, in float32 or float64."""
     with torch.autocast(weight.device.type, enabled=False):
         dtype = at_least_float32(weight.dtype if isinstance(weight, Tensor) else torch.float32)
@@ -106,7 +113,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Add adapters to the matrices of a model's blocks, in place, freeze all other parameters, and quantize matrices.
+    """Add adapters to the matrices of a model's blocks, in place; freeze all other parameters; quantize matrices.
 
     Names of parameters stay, except those of quantized matrices (`PARTS`); new ones are those of `ADAPTER`, on the
     device of their matrix, without values. Call it before tensors are divided and parameters are sharded.
@@ -115,9 +122,6 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
         model: has `blocks`; it may be a part of a pipeline, or on the meta device.
         config: which matrices, and how frozen ones are held; `none` leaves the model unchanged.
         dtype: of matrix products, and so of frozen linear layers that are not quantized.
-
-    Raises:
-        ValueError: a row of a matrix to quantize cannot be divided into blocks.
     """
     if config.name == "none":
         return
@@ -127,19 +131,18 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
             parameter.requires_grad_(whole)
         if isinstance(module, nn.Linear) and not whole:
             module.weight.data = module.weight.data.to(dtype)
-    for name in matrices(model):
-        module = cast(nn.Linear, model.get_submodule(name))
-        if config.adapts(name):
-            _adapt(module, config)
-        if config.quantize == "nf4" and not config.trains(name):
-            _quantize(name, module, config.double_quantize)
+    quantized = quantizable(model, config)
+    for name in filter(config.adapts, matrices(model)):
+        _adapt(cast(nn.Linear, model.get_submodule(name)), config)
+    for name in quantized:
+        _quantize(cast(nn.Linear, model.get_submodule(name)), config)
 
 
 def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
     """Check that every name in `adapter.targets` and `adapter.train` is one of this whole model.
 
     Raises:
-        ValueError: one is not; or a matrix is to be adapted and trained whole.
+        ValueError: one is not; a matrix is to be adapted and trained whole; or there is nothing to quantize.
     """
     if config.name == "none":
         return
@@ -150,15 +153,41 @@ def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
         raise ValueError(
             f"adapter.train trains {both[0]} whole, which adapter.targets adapts: leave it out of one of them"
         )
+    if config.quantize != "none" and not quantizable(model, config):
+        block = FORMATS[config.quantize].block
+        rows = f" with rows of a multiple of {block} numbers" if block > 1 else ""
+        raise ValueError(
+            f"adapter.quantize={config.quantize}: the blocks of this model have no frozen linear layers{rows}; use"
+            " adapter.quantize=none"
+        )
 
 
 def matrices(model: nn.Module) -> list[str]:
-    """Names of the linear layers of a model's blocks."""
+    """Names of the linear layers of a model's blocks; not of those that compute in another way."""
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and name.startswith("blocks.")
     ]
+
+
+def quantizable(model: nn.Module, config: AdapterConfig) -> list[str]:
+    """Names of the linear layers that `add_adapters` quantizes: frozen, of blocks, with rows that the format takes."""
+    if config.quantize == "none":
+        return []
+    block = FORMATS[config.quantize].block
+    return [
+        name
+        for name in matrices(model)
+        if not config.trains(name) and cast(nn.Linear, model.get_submodule(name)).in_features % block == 0
+    ]
+
+
+def quantize(weight: Tensor, config: AdapterConfig) -> Quantized:
+    """A matrix in the format of `adapter.quantize`."""
+    return FORMATS[config.quantize].quantize(weight, config.double_quantize)
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int, weight: Callable[[], Tensor]) -> Tensor:
@@ -188,7 +217,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapt(module: nn.Linear, config: AdapterConfig) -> None:
-    """Make a linear layer a `LoraLinear` with an adapter."""
+    """Turn a linear layer into a `LoraLinear` with an adapter."""
     weight, made = module.weight, _frozen(module)
     options: dict[str, Any] = {"device": weight.device, "dtype": at_least_float32(weight.dtype)}
     made.scale, made.dropout = config.scale, config.dropout
@@ -197,17 +226,15 @@ def _adapt(module: nn.Linear, config: AdapterConfig) -> None:
     made.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if config.name == "dora" else None
 
 
-def _quantize(name: str, module: nn.Linear, double: bool) -> None:
-    """Make a linear layer a `LoraLinear` with a quantized matrix."""
-    try:
-        found = quantize(module.weight, double)
-    except ValueError as error:
-        raise ValueError(f"adapter.quantize=nf4: {name} cannot be quantized, {error}") from error
+def _quantize(module: nn.Linear, config: AdapterConfig) -> None:
+    """Turn a linear layer into a `LoraLinear` with a quantized matrix."""
+    found = quantize(module.weight, config)
     module.register_parameter("weight", None)
-    for part, value in zip(PARTS, (found.codes, found.scales, found.steps), strict=True):
+    for part in PARTS:
+        value = cast(Tensor | None, found.part(part))
         made = None if value is None else nn.Parameter(value, requires_grad=False)
         module.register_parameter(part, made)
-    _frozen(module)
+    _frozen(module).format = type(found)
 
 
 def _frozen(module: nn.Linear) -> LoraLinear:

@@ -9,9 +9,6 @@ The levels are quantiles of a normal distribution, scaled to [−1, 1], with an 
 the values of the dynamic 8-bit type (Dettmers 2015, arXiv:1511.04561). Values and the order of bytes are those of
 bitsandbytes, whose kernel dequantizes on GPUs where it is installed. 4.127 bits a number; 4.5 without double
 quantization, where scales are kept in float32.
-
-All three are bytes, so that no cast to a half-precision dtype changes them, and divide like the matrix: by rows, or by
-columns where no block of 64 is cut. `weight_steps` is whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,18 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from multipack.ops.autocast import in_autocast_dtype
+from multipack.ops.quantized import Quantized, positive
 from multipack.shapes.adapter import QUANTIZED_BLOCK
 
-PARTS = ("weight_codes", "weight_scales", "weight_steps")
-"""Names of the parameters that replace a matrix's `weight`."""
 SCALES_BLOCK = 256
 """Scales that share a float32 step."""
 
@@ -61,42 +55,49 @@ _PAIRS = torch.stack([LEVELS.repeat_interleave(16), LEVELS.repeat(16)], 1)  # of
 
 
 @dataclass(frozen=True)
-class Nf4:
-    """A quantized matrix, or a rank's part of one.
+class Nf4(Quantized):
+    """A matrix in NF4, or a rank's part of one.
 
-    Attributes:
-        codes: (rows, columns / 2) uint8; the first of two numbers is in the high half of a byte.
-        scales: (rows, columns / 64) uint8, or (rows, columns / 16) bytes of float32 without double quantization.
-        steps: bytes of float32, of the whole matrix: the mean of the absmax, and one step for 256 of its scales, in the
-            order of rows; None without double quantization.
-        columns: of the whole matrix.
-        first: row and column of the whole matrix at which this part begins.
+    `codes` are (rows, columns / 2), and the first of two numbers is in the high half of a byte; `scales` are
+    (rows, columns / 64), or (rows, columns / 16) bytes of float32 without double quantization; `steps` are the mean of
+    the absmax, and one step for 256 of the whole matrix's scales, in the order of rows; None without it.
     """
 
-    codes: Tensor
-    scales: Tensor
-    steps: Tensor | None
-    columns: int
-    first: tuple[int, int] = (0, 0)
+    per_byte: ClassVar[int] = 2
+    block: ClassVar[int] = QUANTIZED_BLOCK
 
-    def part(self, name: str) -> Tensor:
-        """One of `PARTS`."""
-        found: Tensor = getattr(self, name.removeprefix("weight_"))
-        return found
+    @classmethod
+    @torch.no_grad()
+    def quantize(cls, weight: Tensor, double: bool = True) -> Nf4:
+        """Quantize a matrix to NF4.
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.codes.device
+        Args:
+            weight: (out, in) matrix; it may be on the meta device.
+            double: quantize the scales too.
 
-    def __getitem__(self, rows: slice) -> Nf4:
-        """Some of the rows, by a slice with a start."""
-        first = (self.first[0] + rows.start, self.first[1])
-        return Nf4(self.codes[rows], self.scales[rows], self.steps, self.columns, first)
+        Raises:
+            ValueError: `in` is no multiple of 64.
+        """
+        rows, columns = weight.shape
+        if columns % QUANTIZED_BLOCK:
+            raise ValueError(
+                f"a matrix of {columns} columns has no whole blocks of {QUANTIZED_BLOCK} numbers"
+            )
+        blocks = weight.float().reshape(-1, QUANTIZED_BLOCK)
+        absmax = blocks.abs().amax(1)
+        numbers = _nearest(blocks / positive(absmax)[:, None], LEVELS).view(rows, columns)
+        codes = numbers[:, ::2] << 4 | numbers[:, 1::2]
+        if not double:
+            return cls(codes, absmax.view(rows, -1).view(torch.uint8), None, columns)
+        mean = absmax.mean()
+        padded = F.pad(absmax - mean, (0, -len(absmax) % SCALES_BLOCK)).view(-1, SCALES_BLOCK)
+        steps = padded.abs().amax(1)
+        scales = _nearest(padded / positive(steps)[:, None], DYNAMIC).view(-1)[: len(absmax)]
+        return cls(codes, scales.view(rows, -1), torch.cat([mean[None], steps]).view(torch.uint8), columns)
 
     @torch.no_grad()
     def to(self, dtype: torch.dtype) -> Tensor:
-        """(rows, columns) the matrix that it stands for, without gradient: level · absmax in float32, then rounded."""
+        """(rows, columns) level · absmax in float32, then rounded."""
         rows, columns = self.codes.shape[0], 2 * self.codes.shape[1]
         absmax = self._absmax()
         if (
@@ -114,6 +115,7 @@ class Nf4:
 
     def _absmax(self) -> Tensor:
         """(rows, columns / 64) float32 absolute maxima of blocks."""
+        assert self.scales is not None
         if self.steps is None:
             return self.scales.view(torch.float32)
         device, width = self.codes.device, self.columns // QUANTIZED_BLOCK
@@ -127,77 +129,10 @@ class Nf4:
         )
 
 
-@torch.no_grad()
-def quantize(weight: Tensor, double: bool = True) -> Nf4:
-    """Quantize a matrix to NF4.
-
-    Args:
-        weight: (out, in) matrix; it may be on the meta device.
-        double: quantize the scales too.
-
-    Raises:
-        ValueError: `in` is no multiple of 64.
-    """
-    rows, columns = weight.shape
-    if columns % QUANTIZED_BLOCK:
-        raise ValueError(f"a matrix of {columns} columns has no whole blocks of {QUANTIZED_BLOCK} numbers")
-    blocks = weight.float().reshape(-1, QUANTIZED_BLOCK)
-    absmax = blocks.abs().amax(1)
-    numbers = _nearest(blocks / _positive(absmax)[:, None], LEVELS).view(rows, columns)
-    codes = numbers[:, ::2] << 4 | numbers[:, 1::2]
-    if not double:
-        return Nf4(codes, absmax.view(rows, -1).view(torch.uint8), None, columns)
-    mean = absmax.mean()
-    padded = F.pad(absmax - mean, (0, -len(absmax) % SCALES_BLOCK)).view(-1, SCALES_BLOCK)
-    steps = padded.abs().amax(1)
-    scales = _nearest(padded / _positive(steps)[:, None], DYNAMIC).view(-1)[: len(absmax)]
-    return Nf4(codes, scales.view(rows, -1), torch.cat([mean[None], steps]).view(torch.uint8), columns)
-
-
-def linear(x: Tensor, weight: Tensor | Nf4, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`; a quantized matrix is dequantized in each pass, and never saved."""
-    if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
-    out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        in_autocast_dtype(x), weight.codes, weight.scales, weight.steps, weight.columns, *weight.first
-    )
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """x Wᵀ of a quantized W in the dtype of x; only the bytes of W are kept for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        steps: Tensor | None,
-        columns: int,
-        row: int,
-        column: int,
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scales, steps)
-        ctx.place = (columns, (row, column))
-        return F.linear(x, Nf4(codes, scales, steps, *ctx.place).to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight = Nf4(*ctx.saved_tensors, *ctx.place)
-        return gradient @ weight.to(gradient.dtype), None, None, None, None, None, None
-
-
 def _nearest(values: Tensor, table: Tensor) -> Tensor:
     """The number of the nearest entry of an ascending table, as uint8."""
     borders = _on((table[1:] + table[:-1]) / 2, values)
     return torch.bucketize(values, borders, out_int32=True).to(torch.uint8)
-
-
-def _positive(values: Tensor) -> Tensor:
-    """Values as divisors: blocks of zeros stay zeros."""
-    return values.clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def _on(table: Tensor, like: Tensor) -> Tensor:

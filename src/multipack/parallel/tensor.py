@@ -50,8 +50,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.lora import LoraLinear
 from multipack.ops.loss import LOSS_ATTRIBUTES
-from multipack.ops.nf4 import PARTS, Nf4
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
+from multipack.ops.quantized import PARTS, Quantized
 from multipack.parallel.collectives import Group, all_gather, all_reduce, identity, reduce_scatter
 from multipack.parallel.state import local
 
@@ -299,7 +299,7 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
     """Replace a module's parameters by this rank's pieces, and its class by `divided_type`."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for own, parameter in list(module.named_parameters(recurse=False)):
-        # The parts of a quantized matrix divide like the matrix; its few steps are whole on every rank.
+        # The parts of a quantized matrix divide like the matrix; its steps are whole on every rank.
         placement = divided_type.placements["weight" if own in PARTS else own]
         if own == "weight_steps":
             placement = Replicate()
@@ -320,26 +320,26 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
 
 def _pieces(
     module: LoraLinear,
-) -> tuple[Tensor | Nf4, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | Quantized, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """This rank's parts of W, b, A, B and m."""
     tensors = (module.bias, module.lora_a, module.lora_b, module.magnitude)
     bias, a, b, magnitude = (None if each is None else local(each) for each in tensors)
     return _matrix_piece(module), bias, a, b, magnitude
 
 
-def _matrix_piece(module: LoraLinear) -> Tensor | Nf4:
+def _matrix_piece(module: LoraLinear) -> Tensor | Quantized:
     """This rank's part of W."""
     whole = module.matrix
     if isinstance(whole, Tensor):
         return local(whole)
     codes, rank = local(whole.codes), dist.get_rank(cast(_TensorParallel, module).group)
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    rows, columns = codes.shape[0], whole.per_byte * codes.shape[1]
     first = (
         rank * rows if rows < module.out_features else 0,
         rank * columns if columns < module.in_features else 0,
     )
-    steps = None if whole.steps is None else local(whole.steps)
-    return Nf4(codes, local(whole.scales), steps, whole.columns, first)
+    scales, steps = (None if each is None else local(each) for each in (whole.scales, whole.steps))
+    return type(whole)(codes, scales, steps, whole.columns, first)
 
 
 def _shared(tensor: Tensor | None, group: Group) -> Tensor | None:

@@ -47,10 +47,10 @@ class AdapterConfig:
     """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
     rank_stabilized: bool = False
     """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
-    quantize: Literal["none", "nf4"] = "none"
-    """Hold frozen matrices of blocks in 4 bits (QLoRA: adapter=qlora); none = in the dtype of train.dtype."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = that of train.dtype."""
     double_quantize: bool = True
-    """Quantize the scales of quantized matrices too: 4.13 instead of 4.5 bits a number."""
+    """Quantize the scales of nf4 too: 4.13 instead of 4.5 bits a number."""
     base: str = ""
     """Folder, run or checkpoint with the frozen weights, which resumed runs read again; empty = train.init_from."""
     base_hash: str = ""
@@ -135,24 +135,19 @@ class AdapterConfig:
                     )
 
     def check_blocks(self, shape: ModelShape, ranks: int) -> None:
-        """Check that rows of quantized matrices have whole blocks, also where tensor-parallel ranks divide them.
+        """Check that a decoder's rows in NF4 have whole blocks, also where tensor-parallel ranks divide them.
 
         Raises:
             ValueError: they have not; the message names the nearest legal choice.
         """
-        if self.quantize == "none":
+        if self.quantize != "nf4" or shape.architecture:
             return
-        if shape.architecture:
-            raise ValueError(
-                f"adapter.quantize={self.quantize} is for models that the decoder computes, and {shape.architecture} is"
-                " computed by transformers: use adapter=lora"
-            )
         divided = {"heads × head_dim": shape.heads * shape.head_width, "d_ff": shape.d_ff}
         for name, size in {"d_model": shape.d_model, **divided}.items():
             if size % QUANTIZED_BLOCK:
                 raise ValueError(
                     f"adapter.quantize={self.quantize} divides the {size} numbers of a row (model.{name}) into blocks"
-                    f" of {QUANTIZED_BLOCK}, of which that is no multiple: use adapter.quantize=none"
+                    f" of {QUANTIZED_BLOCK}, of which that is no multiple: use adapter.quantize=int8"
                 )
         fitting = [
             each
@@ -163,7 +158,7 @@ class AdapterConfig:
             raise ValueError(
                 f"parallel.tensor={ranks} divides rows of {' and '.join(map(str, divided.values()))} numbers"
                 f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {QUANTIZED_BLOCK} of"
-                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize=none"
+                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize=int8"
             )
 
     def differing(self, other: AdapterConfig) -> list[str]:

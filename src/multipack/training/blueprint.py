@@ -17,8 +17,8 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.kernels import MODULE, Kernel, problems, use_liger
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter
-from multipack.ops.nf4 import PARTS, Nf4, quantize
+from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter, quantize
+from multipack.ops.quantized import PARTS, Quantized
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -195,8 +195,8 @@ def _initial(
         return drawn(name, device) if weights is None else weights(name)
 
     @lru_cache(maxsize=1)  # its parts follow each other
-    def quantized(module: str, device: torch.device) -> Nf4:
-        return quantize(read(f"{module}.weight", device).to(device), config.adapter.double_quantize)
+    def quantized(module: str, device: torch.device) -> Quantized:
+        return quantize(read(f"{module}.weight", device).to(device), config.adapter)
 
     def value(name: str, device: torch.device) -> Tensor:
         module, _, own = name.rpartition(".")

@@ -247,14 +247,17 @@ def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) ->
     """Notes on an adapter that was trained beside quantized weights."""
     if trained.adapter is None or trained.adapter.config.quantize == "none":
         return []
+    config = trained.adapter.config
+    name = config.quantize.upper()
     if adapter is None:
         return [
-            "merged into the values of the NF4 weights that it was trained beside, not into the originals"
+            f"merged into the values of the {name} weights that it was trained beside, not into the originals"
         ]
-    double = trained.adapter.config.double_quantize
+    options = "load_in_8bit=True"
+    if config.quantize == "nf4":
+        options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={config.double_quantize}'
     return [
-        "trained beside NF4 weights: for equal outputs load the base with BitsAndBytesConfig(load_in_4bit=True,"
-        f' bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})'
+        f"trained beside {name} weights: for equal outputs load the base with BitsAndBytesConfig({options})"
     ]
 
 

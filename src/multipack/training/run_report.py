@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import signal
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import multipack
 from multipack.data.corpus import Corpus
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
+from multipack.ops.lora import FORMATS
+from multipack.ops.quantized import PARTS
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
@@ -205,18 +209,28 @@ def _adapter_rows(run: Trainer) -> Rows:
         (
             "adapter",
             f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{whole}:"
-            f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)",
+            f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)"
+            f"{_quantized_text(adapter, shapes)}",
         ),
-        ("frozen weights", adapter.base + frozen_text(run.config)),
+        ("frozen weights", adapter.base + _frozen_text(run.config)),
     ]
 
 
-def frozen_text(config: Config) -> str:
-    """How the frozen matrices of adapters are held."""
-    if config.adapter.quantize == "none":
-        return "" if config.model.architecture else f", matrices in {config.train.dtype}"
-    scales = "with double quantization" if config.adapter.double_quantize else "with scales in fp32"
-    return f", matrices of blocks in NF4 {scales}"
+def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """How many frozen parameters are quantized, and how."""
+    if adapter.quantize == "none":
+        return ""
+    codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(f".{PARTS[0]}"))
+    double = adapter.quantize == "nf4" and adapter.double_quantize
+    scales = "with double quantization" if double else "with scales in fp32"
+    count = codes * FORMATS[adapter.quantize].per_byte
+    return f"; {count:,} frozen ones are in {adapter.quantize.upper()} {scales}"
+
+
+def _frozen_text(config: Config) -> str:
+    """The dtype of frozen matrices that are not quantized."""
+    known = config.adapter.quantize == "none" and not config.model.architecture
+    return f", matrices in {config.train.dtype}" if known else ""
 
 
 def _execution(config: Config) -> str:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
+from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.huggingface import decoder_shape, parameter_shapes
 from multipack.models.peft_format import from_peft, peft_base
 from multipack.models.pretrained import CONFIG, open_weights
-from multipack.ops.lora import merged
-from multipack.ops.nf4 import quantize
+from multipack.ops.lora import merged, quantizable, quantize
 from multipack.parallel.world import World
 from multipack.run import COMPLETE, find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
@@ -51,11 +51,13 @@ class TrainedAdapter:
         config: its settings.
         read: name of a trained parameter → its value.
         names: of the trained parameters.
+        quantized: names of the layers beside whose quantized matrices it was trained.
     """
 
     config: AdapterConfig
     read: Reader
     names: frozenset[str]
+    quantized: frozenset[str] = frozenset()
 
     def merged_into(self, frozen: Reader) -> Reader:
         """A function that reads parameters of the model with this adapter, given those without it."""
@@ -64,9 +66,9 @@ class TrainedAdapter:
             if name in self.names:
                 return self.read(name)
             module, weight = name.removesuffix(".weight"), frozen(name)
-            if self.config.quantize == "nf4" and name.startswith("blocks.") and weight.dim() == 2:
+            if name != module and module in self.quantized:
                 # What the adapters were trained beside: the original weights would give other outputs.
-                weight = quantize(weight, self.config.double_quantize).to(torch.float32)
+                weight = quantize(weight, self.config).to(torch.float32)
             if name == module or f"{module}.lora_a" not in self.names:
                 return weight
             a, b = self.read(f"{module}.lora_a"), self.read(f"{module}.lora_b")
@@ -165,7 +167,9 @@ def find_weights(
         raise ValueError(
             f"{folder} holds adapters of {config.base}, which cannot be read: {error}"
         ) from error
-    adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")))
+    with torch.device("meta"):
+        quantized = frozenset(quantizable(Decoder(shape), config) if config.quantize != "none" else ())
+    adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")), quantized)
     return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
 
 

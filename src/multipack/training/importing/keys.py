@@ -139,7 +139,7 @@ NOTED: dict[str, str] = {
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
     "tiled_mlp": "saves memory only: train.tiles=4 divides the feed-forwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "products are computed in train.dtype: slower, less rounding",
-    "quantize_moe_experts": "saves memory only: experts stay in the dtype of training",
+    "quantize_moe_experts": "more memory: experts are not quantized",
     "quantization": "is of the export, after training",
     "reinit_weights": "weights are drawn with standard deviation 1/√d_model",
     "hub_model_id hub_strategy push_to_hub": "export, and upload the folder",

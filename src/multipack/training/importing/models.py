@@ -119,22 +119,18 @@ def adapter(value: Any, keys: Keys) -> Honored:
     """LoRA, QLoRA or DoRA."""
     peft = keys.get("peft") or {}
     settings: dict[str, Any] = {"adapter.name": "dora" if keys.get("peft_use_dora") else "lora"}
-    note = ""
     if value not in ("lora", "qlora"):
         raise NotHonored(f"adapter={value}: there are lora, qlora and DoRA")
     if value == "qlora" or keys.get("load_in_4bit") or peft.get("weight_dtype") == "nf4":
         double = (keys.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-        if is_own(keys):
-            settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
-        else:
-            note = "models with the code of transformers are not quantized: more memory, and no rounding to 4 bits"
+        settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
     if not (keys.get("lora_target_linear") or keys.get("lora_target_modules")):
         if not is_own(keys):
             raise NotHonored(
                 "lora_target_modules is missing: peft's defaults for this architecture are not known here"
             )
         settings["adapter.targets"] = ["q_proj", "v_proj"]
-    return Honored(settings, note)
+    return Honored(settings)
 
 
 def targets(value: Any, keys: Keys) -> Honored:
@@ -158,10 +154,12 @@ def targets(value: Any, keys: Keys) -> Honored:
 
 
 def quantized_base(value: Any, keys: Keys) -> Honored:
-    """`load_in_8bit`."""
-    return Honored(
-        note="the frozen weights stay in the dtype of training: more memory, and no rounding to 8 bits"
-    )
+    """`load_in_8bit`: frozen weights of 8 bits."""
+    if keys.get("adapter") == "qlora" or keys.get("load_in_4bit"):
+        return NOTHING  # 4 bits
+    if not keys.get("adapter"):
+        raise NotHonored("training weights that are held in 8 bits: give adapter: lora")
+    return Honored({"adapter.quantize": "int8"}, "activations are not quantized: products are in train.dtype")
 
 
 def peft(value: Any, keys: Keys) -> Honored:

@@ -1,0 +1,112 @@
+"""Frozen matrices that are held as bytes, and products with them. nf4.py and int8.py have the formats.
+
+    weight_codes   (out, ·)  the numbers           these two divide like the matrix: by rows, or by columns where no
+    weight_scales  (out, ·)  scales of blocks       block of a format is cut
+    weight_steps   (·,)      what concerns the whole matrix, whole on every tensor-parallel rank
+
+All three are bytes, so that no cast to a half-precision dtype changes them. A format need not have the last two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multipack.ops.autocast import in_autocast_dtype
+
+PARTS = ("weight_codes", "weight_scales", "weight_steps")
+"""Names of the parameters that replace a matrix's `weight`."""
+
+
+@dataclass(frozen=True)
+class Quantized(ABC):
+    """A quantized matrix, or a rank's part of one; each format is a subclass.
+
+    Attributes:
+        codes: (rows, columns / per_byte) uint8.
+        scales: (rows, ·) uint8 or None.
+        steps: (·,) uint8 of the whole matrix, or None.
+        columns: of the whole matrix.
+        first: row and column of the whole matrix at which this part begins.
+        per_byte: numbers in a byte of `codes`.
+        block: rows of a matrix need a multiple of this number of columns.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    steps: Tensor | None
+    columns: int
+    first: tuple[int, int] = (0, 0)
+    per_byte: ClassVar[int]
+    block: ClassVar[int]
+
+    @classmethod
+    @abstractmethod
+    def quantize(cls, weight: Tensor, double: bool = True) -> Self:
+        """Quantize an (out, in) matrix, which may be on the meta device; `double`: the scales too, if it has blocks."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """(rows, columns) the matrix that it stands for, without gradient."""
+
+    def part(self, name: str) -> Tensor:
+        """One of `PARTS`."""
+        found: Tensor = getattr(self, name.removeprefix("weight_"))
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.codes.device
+
+    def __getitem__(self, rows: slice) -> Self:
+        """Some of the rows, by a slice with a start."""
+        scales = None if self.scales is None else self.scales[rows]
+        first = (self.first[0] + rows.start, self.first[1])
+        return replace(self, codes=self.codes[rows], scales=scales, first=first)
+
+
+def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`; a quantized matrix is dequantized in each pass, and never saved."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    place = (weight.columns, weight.first)
+    out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        in_autocast_dtype(x), weight.codes, weight.scales, weight.steps, type(weight), place
+    )
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ of a quantized W in the dtype of x; only the bytes of W are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor | None,
+        steps: Tensor | None,
+        kind: type[Quantized],
+        place: tuple[int, tuple[int, int]],
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, steps)
+        ctx.kind, ctx.place = kind, place
+        return F.linear(x, kind(codes, scales, steps, *place).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.kind(*ctx.saved_tensors, *ctx.place)
+        return gradient @ weight.to(gradient.dtype), None, None, None, None, None
+
+
+def positive(values: Tensor) -> Tensor:
+    """Values as divisors: rows and blocks of zeros stay zeros."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny)
