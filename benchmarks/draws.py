@@ -1,7 +1,7 @@
 """Documents that a plan, and random draws, show and miss in an epoch.
 
     python benchmarks/draws.py              # a table, and results/draws.json; seconds
-    python benchmarks/draws.py --page       # also writes the table to docs/parallel-io.md
+    python benchmarks/draws.py --page       # also writes the table to docs/parallel/reading.md
 
 Documents of seeded lognormal lengths are given to W data-parallel ranks in three ways: the partition of a plan; draws
 with replacement, where each rank has its own seed; and a shuffle of all documents on each rank, again with its own
@@ -28,7 +28,7 @@ from multipack.planning.packing import pack
 from result import parser_of, write_result
 
 Integers = NDArray[np.int64]
-PAGE = Path(__file__).parents[1] / "docs" / "parallel-io.md"
+PAGE = Path(__file__).parents[1] / "docs" / "parallel" / "reading.md"
 MARKS = ("<!-- draws: begin -->", "<!-- draws: end -->")
 CAPACITY, MEAN_LOG, SPREAD_LOG = 4096, 5.8, 0.9
 WAYS = {"with replacement": True, "own shuffles": False}
@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=50_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64])
     parser.add_argument("--epochs", type=int, default=4, help="epochs that `unseen` is counted over")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/parallel-io.md too")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table into docs/parallel/reading.md too"
+    )
     options = parser.parse_args()
     rows = measure(options.documents, options.ranks, options.epochs)
     text = table(rows, options.epochs)

@@ -4,7 +4,7 @@
     python benchmarks/parallel.py --quick             every table with less work, about a minute
     python benchmarks/parallel.py --table traffic     one table; give the option again for more
     python benchmarks/parallel.py --show              the figures that were written last, without measuring
-    python benchmarks/parallel.py --page              the same, into docs/parallel.md
+    python benchmarks/parallel.py --page              the same, into docs/parallel/measured.md
 
     scaling     weak scaling of ddp and zero3 from one process to two, beside two processes that do not communicate
     overhead    every strategy applied to a single process, against plain training
@@ -27,6 +27,7 @@ from planning_tables.command import Suite
 
 SUITE = Suite(
     name="parallel",
+    document="parallel/measured",
     tables={
         "scaling": scaling.table,
         "overhead": overhead.table,

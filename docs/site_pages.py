@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,18 @@ PAGES = {
     **{f"{name}.md": f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")},
 }
 """File of the repository → page of the site."""
-_LINK = re.compile(r"\]\((?:\.\./)?([^)#:]+)((?:#[^)]*)?)\)")
+_LINK = re.compile(r"\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of `PAGES`, and each file of the repository that a page links to."""
     from mkdocs.structure.files import File
 
-    texts = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    linked: set[str] = set()
+    for page in [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")]:
+        linked |= set(_targets(page.relative_to(ROOT).as_posix(), page.read_text()))
     for name, page in PAGES.items():
-        texts.append((ROOT / name).read_text())
-        files.append(File.generated(config, page, content=texts[-1]))
-    linked = {target for text in texts for target, _ in _LINK.findall(text)}
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     for target in sorted(linked):
         file = ROOT / target
         if file.is_file() and target not in PAGES and not target.startswith("docs/"):
@@ -31,11 +33,23 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Write links as from a page in docs/."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Write links as from the page's place in the site."""
+    place = page.file.src_uri
+    source = next((name for name, there in PAGES.items() if there == place), f"docs/{place}")
 
     def moved(link: re.Match[str]) -> str:
-        target = PAGES.get(link[1], link[1].removeprefix("docs/"))
-        return f"]({target}{link[2]})"
+        target = _resolved(source, link[1])
+        there = PAGES.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{link[2]})"
 
     return _LINK.sub(moved, markdown)
+
+
+def _targets(source: str, text: str) -> Iterator[str]:
+    return (_resolved(source, target) for target, _ in _LINK.findall(text))
+
+
+def _resolved(source: str, target: str) -> str:
+    """A link's target as a path in the repository."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     (page.name, block)
     for page in PAGES
     for block in re.findall(r"<!-- tested -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]
 COMMANDS = [
-    (page.name, command.removeprefix("multipack "))
+    (page.name, command.removeprefix("$ ").removeprefix("multipack "))
     for page in PAGES
     # Lines of code blocks, and commands with arguments in the text.
     for command in re.findall(
-        r"^multipack .*?(?=\s{2,}#|$)|(?<=`)multipack \w+ [^`]+", page.read_text(), re.MULTILINE
+        r"^(?:\$ )?multipack .*?(?=\s{2,}#|$)|(?<=`)multipack \w+ [^`]+", page.read_text(), re.MULTILINE
     )
 ]
 
@@ -45,7 +45,7 @@ def test_commands_have_legal_options():
         except Exception as error:
             wrong.append(f"{page}: {command}: {error}")
     pages = {page for page, _ in COMMANDS}
-    assert {"README.md", "guide.md", "choosing.md", "parallel.md"} <= pages
+    assert {"README.md", "guide.md", "choosing.md", "pipeline.md"} <= pages
     assert not wrong, "\n".join(wrong)
 
 

@@ -18,8 +18,11 @@ def test_the_site_has_all_pages_and_no_dead_link(tmp_path):
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=quiet)
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        assert (tmp_path / "site" / page.stem / "index.html").is_file()
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix("")
+        assert (
+            tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
+        ).is_file()
 
 
 def test_every_public_name_is_in_the_reference():

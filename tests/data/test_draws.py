@@ -1,4 +1,4 @@
-"""docs/parallel-io.md: its table is the benchmark's, which runs."""
+"""docs/parallel/reading.md: its table is the benchmark's, which runs."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "parallel-io.md").read_text()
+PAGE = (ROOT / "docs" / "parallel" / "reading.md").read_text()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Bytes that ranks hold, counted at named instants, against the formulas of docs/parallel-memory.md."""
+"""Bytes that ranks hold, counted at named instants, against the formulas of docs/parallel/zero.md."""
 
 from functools import partial
 

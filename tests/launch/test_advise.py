@@ -17,7 +17,7 @@ from multipack.shapes import SHAPES
 from multipack.training.run_config import compose
 from multipack.words import merge
 
-PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "parallel" / "choosing.md"
 GIB = 2**30
 
 
@@ -252,7 +252,7 @@ def test_json_and_models_of_hugging_face(run, tmp_path):
 
 
 def test_commands_of_the_page_run(run):
-    commands = re.findall(r"^multipack advise (.*)$", PAGE.read_text(), re.MULTILINE)
+    commands = re.findall(r"^(?:\$ )?multipack advise (.*)$", PAGE.read_text(), re.MULTILINE)
     assert len(commands) == 7
     for command in commands:
         assert run(*command.split()).exit_code == 0

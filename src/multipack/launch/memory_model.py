@@ -1,4 +1,6 @@
-"""Predicted memory of a rank during training, without torch: docs/choosing.md states the formulas and their accuracy.
+"""Predicted memory of a rank during training, without torch.
+
+docs/parallel/choosing.md states the formulas and their accuracy.
 
 Parameters, gradients and optimizer state are float32 in every precision, and divided as in ZeRO (Rajbhandari et al.
 2020, arXiv:1910.02054, §5). Activations are counted tensor by tensor as the decoder saves them; tensor parallelism,
@@ -119,7 +121,7 @@ class Workload:
         return self.adapter.name == "none" or self.adapter.trains(module)
 
     def saved_by_block(self) -> dict[str, int]:
-        """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
+        """Return the bytes that one block saves for its backward pass, by tensor; see docs/parallel/choosing.md.
 
         Tensor parallelism divides all tensors except the outputs of norms, which are gathered.
         """

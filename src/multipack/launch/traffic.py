@@ -5,7 +5,7 @@ One of n ranks in a collective over S bytes (the whole, after gathering or befor
     all-reduce  2·S·(n − 1)/n      all-gather, reduce-scatter, broadcast, all-to-all  S·(n − 1)/n      send  S
 
 (Thakur et al. 2005, Optimization of collective communication operations in MPICH, §4; all-to-all: S of one rank).
-docs/parallel.md describes what each method exchanges. Activation checkpointing repeats the exchanges of the forward
+docs/parallel/ describes what each method exchanges. Activation checkpointing repeats the exchanges of the forward
 pass, except for results that are not read again.
 """
 

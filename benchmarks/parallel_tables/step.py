@@ -1,0 +1,152 @@
+"""One training step under a parallel method, counted on every rank: bytes held, and bytes sent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from multipack.launch.memory_model import Workload
+from multipack.launch.traffic import communication
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.state import local
+from multipack.parallel.world import World
+from parallel_tables.ranks import Ranks
+from parallel_tables.setups import blueprint_of, engine_of, filling, pack_of
+from parallel_tables.traffic import MICRO_BATCHES, SHAPE, SLOTS, Counting
+
+INSTANTS = ("before the step", "after a forward pass", "after the backward passes", "after the optimizer")
+HELD = ("parameters", "gradients", "optimizer", "saved")
+"""What a rank holds; `saved`: the most bytes at a time that autograd saves for backward passes, of the whole step."""
+
+
+@dataclass
+class Step:
+    """What one rank held and sent in a step.
+
+    Attributes:
+        held: instant → bytes of parameters, gradients and optimizer state.
+        saved: the most bytes at a time that autograd saved for backward passes.
+        calls: collective → number of calls.
+        sent: collective → bytes.
+    """
+
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    saved: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+
+
+def parameters() -> int:
+    """Number of parameters of the decoder."""
+    return sum(math.prod(shape) for shape in blueprint_of(SHAPE).shapes.values())
+
+
+def measure(config: ParallelConfig, ranks: Ranks) -> list[Step]:
+    """The third step of each rank: DDP arranges its buckets in the first two."""
+    return ranks.run(_third_step, config)
+
+
+def formula(config: ParallelConfig, ranks: int) -> Counter[str]:
+    """Collective → bytes that the rank that sends most is predicted to send."""
+    found: Counter[str] = Counter()
+    work = Workload(SHAPE, config, ranks, SLOTS, "fp32", micro_batches=MICRO_BATCHES)
+    for each in communication(work):
+        found[each.kind] += each.sent
+    return found
+
+
+def _third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig) -> Step:
+    engine = engine_of(world, SHAPE, config, MICRO_BATCHES)
+    lengths = filling(SLOTS, 20)
+    packs = [pack_of(lengths, SLOTS, SHAPE.vocabulary_size, seed) for seed in range(MICRO_BATCHES)]
+    found, watching = Step(), [False]
+    look = partial(_bytes_held, engine)
+
+    def after_forward(*_: Any) -> None:
+        if watching[0]:
+            found.held.setdefault(INSTANTS[1], look())
+
+    engine.modules[0].register_forward_hook(after_forward)
+    for number in range(3):
+        watching[0] = number == 2
+        dist.barrier()
+        found.held = {INSTANTS[0]: look()}
+        saved = Saved(engine)
+        with Counting() as counting, saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):
+            engine.forward_backward(packs, world.size * sum(pack.num_target_tokens for pack in packs))
+            found.held[INSTANTS[2]] = look()
+            engine.clip(1.0)
+            engine.step(1e-3)
+        found.held[INSTANTS[3]] = look()
+    found.held = {instant: found.held[instant] for instant in INSTANTS}
+    found.saved, found.calls, found.sent = saved.most, counting.calls, counting.sent
+    return found
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address → bytes of the storages of this rank's parts."""
+    held = [local(each.detach()).untyped_storage() for each in tensors]
+    return {each.data_ptr(): each.nbytes() for each in held}
+
+
+def _parameters(engine: ModelEngine) -> list[Tensor]:
+    """Parameters of modules, gathered ones too, and their shards, which the optimizer has."""
+    shards = [each for group in engine.optimizer.param_groups for each in group["params"]]
+    return [*shards, *(each for module in engine.modules for each in module.parameters())]
+
+
+def _bytes_held(engine: ModelEngine) -> dict[str, int]:
+    held = _parameters(engine)
+    slots = [value for state in engine.optimizer.state.values() for value in state.values()]
+    kinds = {
+        "parameters": held,
+        "gradients": [each.grad for each in held if each.grad is not None],
+        "optimizer": [value for value in slots if isinstance(value, Tensor) and value.ndim],
+    }
+    return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
+
+
+class Saved:
+    """Counts the bytes that autograd saves; a storage counts once, and those of parameters not at all."""
+
+    def __init__(self, engine: ModelEngine) -> None:
+        self.engine, self.users, self.now, self.most = engine, Counter[int](), 0, 0
+
+    def keep(self, tensor: Tensor) -> _Kept:
+        """Count a tensor that autograd saves."""
+        with torch.no_grad():
+            ((place, size),) = _storages([tensor]).items()
+            if place in _storages(_parameters(self.engine)):
+                size = 0
+        return _Kept(self, tensor, place, size)
+
+
+@dataclass
+class _Kept:
+    """A saved tensor, counted until autograd lets it go."""
+
+    saved: Saved
+    tensor: Tensor
+    place: int
+    size: int
+
+    def __post_init__(self) -> None:
+        self.saved.users[self.place] += 1
+        if self.saved.users[self.place] == 1:
+            self.saved.now += self.size
+            self.saved.most = max(self.saved.most, self.saved.now)
+
+    def __del__(self) -> None:
+        self.saved.users[self.place] -= 1
+        if not self.saved.users[self.place]:
+            self.saved.now -= self.size

@@ -1,0 +1,328 @@
+"""Every command of README and docs/ runs: those of seconds always, those that train or start processes as slow tests.
+
+A block of ```console has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks
+run in their order, in a folder with the files that pages take for granted, and with the settings of a small run.
+"""
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+OTHERS = {
+    r"pip install ": "`make dist` and tests/versions.sh install in empty environments",
+    r"make (train|test|drills|gpu-check|dist|docs)": "hosted tests, tests/test_dist.py, tests/test_site.py",
+    r"python benchmarks/(parallel|planning|packing|draws)": "tests of benchmarks run them on less data",
+    r"git clone ": "needs a network",
+}
+"""Commands that other tests run → which."""
+ELSEWHERE = {"docs/you-asked.md": "tests/test_you_asked.py", "docs/support.md": "generated"}
+QUICK = ("plan", "pack", "advise", "config", "import-config", "recipe", "submit")
+SMALL = {
+    "data": "jsonl",
+    "data.path": "train.jsonl",
+    "tokenizer": "byte",
+    "model.layers": 2,
+    "model.d_model": 32,
+    "model.d_ff": 48,
+    "model.heads": 4,
+    "model.kv_heads": 4,
+    "plan.capacity": 256,
+    "plan.packs_per_step": 4,
+    "train.steps": 2,
+    "train.eval_every": 0,
+    "train.compare_padding": "false",
+}
+"""What a command that trains gets where it does not say otherwise; steps are always these."""
+PLACES = {"/shared/books": "books.store", "/local/scratch": "scratch", "/dev/shm": "scratch"}
+
+
+def commands_of(text):
+    """Commands of a page's blocks without output, in order."""
+    for language, block in FENCED.findall(text):
+        if language in ("", "bash", "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.match(r"(multipack|python|pip|make|git|\$)\s", line):
+                    yield line.removeprefix("$ ")
+
+
+def consoles_of(text):
+    """(command, its output) of a page's ```console blocks."""
+    for language, block in FENCED.findall(text):
+        if language == "console":
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                yield command, output
+
+
+def is_others(command):
+    return any(re.match(pattern, command) for pattern in OTHERS)
+
+
+def is_quick(command):
+    words = shlex.split(command, comments=True)
+    return (
+        words[0] == "multipack"
+        and len(words) > 1
+        and (words[1] in QUICK or "--dry-run" in words or "--settings" in words)
+    )
+
+
+def shortened(words):
+    """Words of a command, as those of a run of seconds."""
+    words = [word for word in words if not word.startswith("train.steps=")]
+    for name, place in PLACES.items():
+        words = [word.replace(name, place) for word in words]
+    if "prepare" in words:
+        return [*words, *([] if "--report" in words else ["tokenizer=byte"])]
+    if "train" not in words:
+        return words
+    given = {word.partition("=")[0] for word in words}
+    if given & {"data=store", "data=mixture"} or "data=store" in words or "data=mixture" in words:
+        given.add("tokenizer")
+    if "train.resume=true" in words or "config=ours.yaml" in words:
+        return words
+    if given & {"train.init_from"}:
+        given |= {name for name in SMALL if name.startswith(("model.", "tokenizer"))}
+    return [*words, *(f"{name}={value}" for name, value in SMALL.items() if name not in given)]
+
+
+def run(command):
+    """Run a command of `multipack` in this process, others and those that start processes in one of their own.
+
+    Returns:
+        Exit code and output.
+    """
+    words, _, target = command.partition(" > ")
+    words = shlex.split(words, comments=True)
+    if words[0] == "multipack" and words[1] not in ("launch", "watch", "bench"):
+        done = CliRunner().invoke(_app(), shortened(words[1:]))
+        code, output = done.exit_code, done.output
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            output += repr(done.exception)
+    else:
+        if words[0] == "multipack":
+            words = [sys.executable, "-m", "multipack", *shortened(words[1:])]
+        else:
+            words = [sys.executable, str(ROOT / words[1]), *words[2:]]
+        more = {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        found = subprocess.run(words, env=os.environ | more, capture_output=True, text=True, timeout=280)
+        code, output = found.returncode, found.stdout + found.stderr
+    if target:
+        Path(target.split("#")[0].strip()).write_text(output)
+    return code, output
+
+
+@cache
+def _app():
+    from multipack.cli import app
+
+    return app
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with what pages take for granted, without models and stores."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    np.save("lengths.npy", draw.integers(10, 2000, 500))
+    texts = ["".join(map(chr, draw.integers(97, 123, length))) for length in draw.integers(10, 200, 40)]
+    (settings,) = re.findall(r"```yaml\n(.*?)```", PAGES["docs/parallel/index.md"].read_text(), re.DOTALL)
+    Path("laptop.yaml").write_text(settings)
+    Path("axolotl.yml").write_text(AXOLOTL)
+    Path("models/llama").mkdir(parents=True)
+    Path("models/llama/config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 257} | SIZES)
+    )
+    rows = {
+        "train": [{"text": text} for text in texts],
+        "gsm8k": [{"question": text[:9], "answer": text} for text in texts],
+        "chats": [{"messages": chat_of(text), "weight": 0.5} for text in texts],
+        "pairs": [{"prompt": text[:5], "chosen": text[:60], "rejected": text[:50][::-1]} for text in texts],
+        "labels": [{"prompt": t[:5], "completion": t[:60], "label": i % 2 == 0} for i, t in enumerate(texts)],
+    }
+    for name, records in rows.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path("chats/deep").mkdir(parents=True)
+    Path("chats/deep/a.jsonl.gz").write_bytes(gzip.compress(Path("chats.jsonl").read_bytes()))
+    for name in ("books", "law"):
+        Path(name).mkdir()
+        for number, text in enumerate(texts):
+            Path(f"{name}/{number}.txt").write_text(f"{text}\n\n{text[::-1]}")
+    return tmp_path
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+AXOLOTL = """base_model: models/llama
+datasets: [{path: train.jsonl, ds_type: json, type: completion}]
+sequence_len: 256
+sample_packing: true
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+max_steps: 2
+learning_rate: 0.001
+"""
+
+
+def chat_of(text):
+    return [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text}]
+
+
+@pytest.fixture
+def filled(folder, known_peak):
+    """The same with stores, runs and a model of Hugging Face."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow
+    import pyarrow.parquet
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    Path("web").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "web/a.parquet")
+    for name in ("code", "chat", "books"):
+        assert run(f"multipack prepare data=jsonl data.path=train.jsonl --store {name}.store")[0] == 0
+    shutil.copytree("code.store", "shards")
+    shutil.copytree("code.store", "web.store")
+    torch.manual_seed(0)
+    letters = {chr(number): number for number in range(256)} | {"<eos>": 256}
+    tokenizer = Tokenizer(models.WordLevel(letters, " "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    shape = transformers.LlamaConfig(**SIZES, vocab_size=257, tie_word_embeddings=False, eos_token_id=256)
+    for name in ("llama", "my-llama"):
+        transformers.LlamaForCausalLM(shape).save_pretrained(f"models/{name}")
+        fast.save_pretrained(f"models/{name}")
+    assert run("multipack train out=runs/second")[0] == 0
+    return folder
+
+
+def check(command, accepted=(0,)):
+    code, output = run(command)
+    return "" if code in accepted else f"$ {command}\nexit code {code}\n{output[-1500:]}"
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name not in ELSEWHERE])
+def test_quick_commands(page, folder):
+    wrong = [check(command) for command in commands_of(PAGES[page].read_text()) if is_quick(command)]
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "page",
+    [
+        name
+        for name, path in PAGES.items()
+        if name not in ELSEWHERE
+        and any(not is_others(each) and not is_quick(each) for each in commands_of(path.read_text()))
+    ],
+)
+def test_commands_that_take_longer(page, filled):
+    wrong = []
+    for command in commands_of(PAGES[page].read_text()):
+        if not is_others(command):
+            # A probe ends with 1 where it found something, and a doctor where something is missing here.
+            wrong.append(check(command, (0, 1) if re.match("multipack (probe|doctor)", command) else (0,)))
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def matches(output, shown):
+    """Whether an output is the one shown, in which … is any text."""
+    pattern = ".*".join(map(re.escape, shown.rstrip("\n").split("…")))
+    return re.fullmatch(pattern, output.strip("\n"), re.DOTALL)
+
+
+CONSOLES = [
+    (page, command, output)
+    for page, path in PAGES.items()
+    for command, output in consoles_of(path.read_text())
+]
+COUNTED = re.compile(r"python benchmarks/method\.py -n (\d) (.*)")
+
+
+@pytest.fixture(scope="module")
+def counting():
+    """The function `main` of benchmarks/method.py, and a function from a number of processes to their pool."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("method_benchmark", ROOT / "benchmarks" / "method.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with contextlib.ExitStack() as open_pools:
+        yield module.main, cache(lambda size: open_pools.enter_context(module.Ranks(size)))
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        pytest.param(
+            command,
+            shown,
+            id=command[28:],
+            marks=[pytest.mark.slow] * (not command.endswith("-n 4 data=zero3")),
+        )
+        for _, command, shown in CONSOLES
+        if COUNTED.match(command)
+    ],
+)
+def test_counted_steps(command, shown, counting):
+    main, pools = counting
+    size, words = COUNTED.match(command).groups()
+    with contextlib.redirect_stdout(io.StringIO()) as found:
+        main(["-n", size, *words.split()], pools(int(size)))
+    assert found.getvalue().strip("\n") == shown.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        pytest.param(command, shown, id=command[:60], marks=[pytest.mark.slow] * (not is_quick(command)))
+        for _, command, shown in CONSOLES
+        if not COUNTED.match(command)
+    ],
+)
+def test_outputs_are_those_shown(command, shown, folder, monkeypatch):
+    monkeypatch.setitem(globals(), "SMALL", {})
+    code, output = run(command)
+    assert code == 0, output
+    assert matches(output, shown), output
+
+
+def test_no_command_is_left_out():
+    """A block with commands has a language that these tests read, and other tests' commands are few."""
+    for page, path in PAGES.items():
+        for language, block in FENCED.findall(path.read_text()):
+            has = re.search(r"^(\$ )?multipack \w", block, re.MULTILINE)
+            assert not has or language in ("", "bash", "sh", "console"), f"{page}: ```{language}"
+    others = [each for path in PAGES.values() for each in commands_of(path.read_text()) if is_others(each)]
+    assert not [each for each in others if each.startswith("multipack")]
+
+
+def test_every_page_of_a_method_has_a_picture_and_a_command_with_its_output():
+    for page in (ROOT / "docs" / "parallel").glob("*.md"):
+        if page.stem in ("index", "measured"):
+            continue
+        (picture,) = re.findall(r"!\[[^]]+\]\((\w.*\.svg)\)", page.read_text())
+        assert (page.parent / picture).stat().st_size < 150_000
+        assert list(consoles_of(page.read_text())) or page.stem == "reading", page
