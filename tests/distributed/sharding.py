@@ -60,6 +60,23 @@ def packed(lengths, seed, vocabulary=96, pad_to=None, **options):
     return PackedCollator(40, pad_to or sum(lengths), pad_to=pad_to, **options)(documents)
 
 
+def alike(seed, vocabulary, slots, shares):
+    """A pack of documents that begin like earlier ones; they share these tokens, and fill `slots`, if `shares`."""
+    draw, made, left = np.random.default_rng(seed), [[]], slots
+    while left > 2:
+        before = made[draw.integers(len(made))]
+        begin = before[: draw.integers(min(len(before), 30) + 1)]
+        own = draw.integers(0, vocabulary, min(left, draw.integers(2, 12))).tolist()
+        made.append([*begin, *own])
+        left -= len(own)
+    documents = []
+    for tokens in made[1:]:
+        span = np.array([[draw.integers(0, len(tokens)), len(tokens)]])
+        documents.append(Document(np.array(tokens, dtype=np.uint16), span))
+    most = slots if shares else 40 * slots
+    return PackedCollator(40, most, most if shares else None, min_prefix=1 if shares else None)(documents)
+
+
 def pack(seed, capacity=64):
     """A pack of at most six documents; their lengths, and the number of targets, depend on the seed."""
     draw, lengths = np.random.default_rng(seed), []

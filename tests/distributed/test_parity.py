@@ -71,9 +71,11 @@ def shape_of(name, words):
     return replace(shape, layers=4 if words.get("pipeline", 1) > 1 else 2)
 
 
-def packs_of(step, count):
-    """Packs of documents that fill 40 … 64 slots."""
+def packs_of(step, count, kind="random"):
+    """Packs of documents that fill 40 … 64 slots; of alike ones, which share what they have in common, or do not."""
     draw, packs = np.random.default_rng(step), []
+    if kind != "random":
+        return [tiny.alike([step, number], 64, SLOTS, kind == "shared") for number in range(count)]
     for number in range(count):
         lengths, left = [], int(draw.integers(40, SLOTS + 1))
         while left > 2:
@@ -91,7 +93,7 @@ def optimizer_of(kind, blueprint, parameters):
     )
 
 
-def run(mesh, config, shape, optimizer, steps, count, adapter=""):
+def run(mesh, config, shape, optimizer, steps, count, adapter="", kind="random"):
     """Losses and norms of `count` packs a step, and the weights after them; on every rank the same."""
     adapter, _, dequantized = adapter.partition(" ")
     blueprint = tiny.blueprint(shape, adapter=ADAPTERS.get(adapter), dequantized=bool(dequantized))
@@ -104,14 +106,14 @@ def run(mesh, config, shape, optimizer, steps, count, adapter=""):
     )
     losses, norms = [], []
     for step in range(steps):
-        packs = packs_of(step, count)
+        packs = packs_of(step, count, kind)
         targets = sum(pack.num_target_tokens for pack in packs)
         own = packs[mesh.data_rank :: mesh.data_size]
         result = engine.forward_backward(own, targets)
         losses.append(mesh.world.sum([sum(result.losses)])[0] / targets)
         norms.append(engine.clip(0.5))
         engine.step(0.1 if optimizer == "sgd" else 1e-3)
-    own = packs_of(99, count)[mesh.data_rank :: mesh.data_size]
+    own = packs_of(99, count, kind)[mesh.data_rank :: mesh.data_size]
     validation = mesh.world.sum([sum(engine.evaluate(own))])[0]
     weights = {
         key: value.float().cpu().numpy()
@@ -135,13 +137,13 @@ def alone(*arguments):
     return run(Mesh(World()), ParallelConfig(), *arguments)
 
 
-def check(pool, words, name, optimizer, steps=2, adapter=""):
-    arguments = shape_of(name, words), optimizer, steps, max(4, pool.size), adapter
+def check(pool, words, name, optimizer, steps=2, adapter="", shares=False):
+    arguments = shape_of(name, words), optimizer, steps, max(4, pool.size)
     reference = (
         f"{adapter} dequantized" if ADAPTERS.get(adapter, AdapterConfig()).quantize != "none" else adapter
     )
-    losses, norms, validation, weights = alone(*arguments[:-1], reference)
-    outcomes = pool.run(case, words, *arguments)
+    losses, norms, validation, weights = alone(*arguments, reference, "alike" if shares else "random")
+    outcomes = pool.run(case, words, *arguments, adapter, "shared" if shares else "random")
     for found in (outcomes[0], outcomes[-1]):
         # Muon orthogonalizes in bfloat16; noise of rounded moments differs with the shards.
         rounding = {"muon": 20, "adamw_bf16": 20, "adamw_8bit": 60}.get(optimizer, 1)
@@ -312,6 +314,33 @@ FAMILIES = [FOUR[3], FOUR[4], FOUR[5], FOUR[6], FOUR[11], PAIRS[6], PAIRS[9]]
 )
 def test_switches_of_families_on_four_ranks(pools, words):
     check(pools(4), words, "families", "sgd", steps=1)
+
+
+SHARED = [
+    (2, "llama", {"data": "zero3"}),
+    (4, "llama", {"context": 2, "tensor": 2}),
+    (4, "gpt", {"data": "zero1", "pipeline": 2}),
+]
+MORE_SHARED = [
+    *((2, "gpt", words) for words in ALONE if words.get("context_method") != "ring"),
+    *((4, "families", words) for words in (FOUR[3], FOUR[4], FOUR[5], FOUR[6], PAIRS[3], PAIRS[9])),
+    (8, "llama", {"context": 2, "tensor": 2, "pipeline": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "words"),
+    [*SHARED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SHARED)],
+    ids=str,
+)
+def test_documents_that_share_their_beginnings_equal_those_that_do_not(pools, ranks, name, words):
+    check(pools(ranks), words, name, "sgd", steps=1, shares=True)
+
+
+def test_a_ring_takes_no_shared_beginnings(pools):
+    words = {"context": 2, "context_method": "ring"}
+    with pytest.raises(AssertionError, match=r"parallel\.context_method=ring .*share_prefixes=off"):
+        check(pools(2), words, "llama", "sgd", steps=1, shares=True)
 
 
 def test_three_dimensions_on_eight_ranks(pools):

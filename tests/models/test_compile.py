@@ -12,6 +12,7 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
@@ -34,14 +35,18 @@ def _fresh():
 
 @pytest.fixture
 def packs(document):
-    """pad_to → twelve packs of different layouts, of one number of slots or of many."""
+    """pad_to → twelve packs of different layouts, of one number of slots or of many; documents begin alike."""
 
-    def make(pad_to=None):
+    def make(pad_to=None, min_prefix=None):
         draw = np.random.default_rng(3)
-        collate = PackedCollator(6, 96 if pad_to else 16, pad_to=pad_to)
+        collate = PackedCollator(6, 96 if pad_to else 16, pad_to=pad_to, min_prefix=min_prefix)
         for number in range(12):
-            lengths = draw.integers(1, 17, draw.integers(2, 7))
-            yield collate([document(int(length), seed=number) for length in lengths])
+            lengths = draw.integers(1, 17, draw.integers(2, 7)).tolist()
+            tokens = [document(16, number).tokens[:length].copy() for length in lengths]
+            for last, own in enumerate(tokens):
+                own[-1] = last
+            spans = np.array([[0, 1]])
+            yield collate([Document(own, spans * len(own)) for own in tokens])
 
     return make
 
@@ -68,12 +73,14 @@ def test_one_graph_serves_all_layers_and_packs(shape, packs, distance, gradients
     model, count = Decoder(dataclasses.replace(shape, window=window or 0)), Count()
     reference = copy.deepcopy(model)
     compile_blocks(model, backend=count, one_size=pad_to is not None)
-    for batch in packs(pad_to):
-        for each in (model, reference):
-            each.zero_grad()
-            each(batch).backward()
-        assert distance(gradients(model), gradients(reference)) < 1e-6
-    assert count.graphs == 1
+    for min_prefix in (None, 1):  # documents in packs share nothing, or share what they have in common
+        for batch, plain in zip(packs(pad_to, min_prefix), packs(pad_to), strict=True):
+            assert min_prefix or batch.tree is None
+            for each, given in ((model, batch), (reference, plain)):
+                each.zero_grad()
+                each(given).backward()
+            assert distance(gradients(model), gradients(reference)) < 1e-6
+        assert count.graphs == (2 if min_prefix else 1)
     assert not breaks()
     assert list(model.state_dict()) == list(reference.state_dict())
 
@@ -196,7 +203,11 @@ def arguments(dtype, window, lengths=(5, 140, 140, 1, 0, 0), heads=4, kv_heads=2
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 3), (torch.bfloat16, None)])
 def test_operator_passes_opcheck(dtype, window):
-    opcheck(document_attention, arguments(dtype, window))
+    q, k, v, bounds, window = arguments(dtype, window)
+    key_bounds = None
+    if window:
+        _, k, v, key_bounds, _ = arguments(dtype, window, (5, 147, 200, 3, 0, 0))
+    opcheck(document_attention, (q, k, v, bounds, window, key_bounds))
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -93,6 +93,23 @@ def test_long_documents_and_windows_of_several_tiles(document, distance, window,
         assert distance(got, oracle) < 1e-13
 
 
+@pytest.mark.parametrize("window", [None, 5, 200])
+def test_long_nodes_behind_others_in_several_tiles(distance, window, monkeypatch):
+    monkeypatch.setattr(loop_module, "PATH_TILE_TOKENS", 128)
+    rng, none = np.random.default_rng(0), np.zeros((0, 2), np.int64)
+    begin = rng.integers(0, 99, 152)
+    tokens = [np.append(begin, rng.integers(0, 99, size)) for size in (300, 300, 40, 0)]
+    documents = [Document(each.astype(np.uint16), none) for each in tokens]
+    batch = PackedCollator(4, 1000, min_prefix=4)(documents)
+    assert batch.lengths == (152, 300, 300, 40)
+    inputs = tensors(batch, 4, 2, torch.float64)
+    upstream = torch.randn(inputs[0].shape)
+    ours, dense = (attention(*inputs, batch, name, window) for name in ("loop", "dense"))
+    assert distance(ours, dense) < 1e-14
+    for got, oracle in zip(backward(ours, inputs, upstream), backward(dense, inputs, upstream), strict=True):
+        assert distance(got, oracle) < 1e-13
+
+
 def test_older_kernels_get_repeated_key_heads(pack, documents, distance, monkeypatch):
     def taking_no_groups(q, k, v, *rest):
         assert q.shape == k.shape == v.shape

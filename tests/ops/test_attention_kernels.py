@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.varlen
 from torch.nn.attention.flex_attention import flex_attention
 
 from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.ops.attention import BACKENDS, attention, find_backend, flex, table
 
 HEADS = [(4, 4), (6, 2)]
@@ -20,31 +23,37 @@ WINDOWS = [None, 4, 100]
 
 
 def plain(q, k, v, seen):
-    """(T, H, D) attention over the pairs that `seen` (T, T) names, written out, with gradients."""
+    """(T, H, D) attention over the pairs that `seen` (T, S) names, written out, with gradients."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
-def visible(bounds, slots, left, right):
-    """(T, T) visible pairs, as flash-attn's documentation has it, one document and one query at a time."""
-    seen = torch.zeros(slots, slots, dtype=torch.bool)
-    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+def visible(bounds, key_bounds, left, right):
+    """(T, S) visible pairs, as flash-attn's documentation has it, one document and one query at a time.
+
+    The last query of a document has the position of its last key.
+    """
+    bounds, key_bounds = bounds.tolist(), key_bounds.tolist()
+    seen = torch.zeros(bounds[-1], key_bounds[-1], dtype=torch.bool)
+    for (start, stop), (first_key, end) in zip(pairwise(bounds), pairwise(key_bounds), strict=True):
         for i in range(start, stop):
-            first = start if left < 0 else max(start, i - left)
-            last = stop if right < 0 else min(stop, i + right + 1)
+            place = i - stop + end
+            first = first_key if left < 0 else max(first_key, place - left)
+            last = end if right < 0 else min(end, place + right + 1)
             seen[i, first:last] = True
     return seen
 
 
 def kernel(q, k, v, bounds, key_bounds, longest, longest_key, left, right):
     """What every varlen kernel computes, and what it asks of its arguments."""
-    assert bounds.dtype == torch.int32
-    assert torch.equal(bounds, key_bounds)
-    assert longest == longest_key >= int(bounds.diff().max())
+    assert bounds.dtype == key_bounds.dtype == torch.int32
+    assert (len(q), len(k)) == (bounds[-1], key_bounds[-1])
+    assert longest >= int(bounds.diff().max())
+    assert longest_key >= int(key_bounds.diff().max())
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return plain(q, k, v, visible(bounds, len(q), left, right))
+    return plain(q, k, v, visible(bounds, key_bounds, left, right))
 
 
 def flash_attn_varlen_func(
@@ -102,26 +111,32 @@ def row(request, monkeypatch):
 
 
 def install_xformers(monkeypatch):
-    class BlockDiagonalCausalMask(SimpleNamespace):
+    class Mask(SimpleNamespace):
         @classmethod
-        def from_seqlens(cls, lengths, *, device):
+        def from_seqlens(cls, lengths, key_lengths=None, *, device):
             assert all(lengths)
             assert device.type == "cpu"
-            bounds = torch.tensor([0, *lengths]).cumsum(0)
-            return cls(left=-1, bounds=bounds)
+            each = (torch.tensor([0, *x]).cumsum(0) for x in (lengths, key_lengths or lengths))
+            return cls(left=-1, bounds=tuple(each))
 
-        def make_local_attention(self, window):
-            return type(self)(left=window - 1, bounds=self.bounds)
+        def local(self, window=0):
+            return Mask(left=window - 1, bounds=self.bounds)
+
+    class BlockDiagonalMask(Mask):
+        make_causal_from_bottomright = make_local_attention_from_bottomright = Mask.local
+
+    class BlockDiagonalCausalMask(Mask):
+        make_local_attention = Mask.local
 
     def memory_efficient_attention(q, k, v, attn_bias):
-        assert q.shape == k.shape == v.shape
-        seen = visible(attn_bias.bounds, q.shape[1], attn_bias.left, 0)
-        return plain(q[0], k[0], v[0], seen)[None]
+        assert q.shape[2:] == k.shape[2:] == v.shape[2:]
+        return plain(q[0], k[0], v[0], visible(*attn_bias.bounds, attn_bias.left, 0))[None]
 
     for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["xformers.ops"].memory_efficient_attention = memory_efficient_attention
-    sys.modules["xformers.ops.fmha.attn_bias"].BlockDiagonalCausalMask = BlockDiagonalCausalMask
+    for kind in (BlockDiagonalMask, BlockDiagonalCausalMask):
+        setattr(sys.modules["xformers.ops.fmha.attn_bias"], kind.__name__, kind)
 
 
 def flex_by_mask(q, k, v, block_mask, enable_gqa, kernel_options):
@@ -141,9 +156,23 @@ def flex_by_mask(q, k, v, block_mask, enable_gqa, kernel_options):
     return plain(q, k, v, seen).transpose(0, 1)[None]
 
 
-@pytest.fixture(params=["packed", "padding document", "padded rows", "several blocks"])
+def tree(lengths, pad_to=None):
+    """A pack in which each document begins with all tokens but the last three of the one before it."""
+    tokens = np.arange(sum(lengths))
+    made, before = [], tokens[:0]
+    for length in lengths:
+        before = np.concatenate([before[:-3], tokens[:length] + len(made) * len(tokens)])
+        made.append(Document(before.astype(np.uint32), np.zeros((0, 2), np.int64)))
+    return PackedCollator(9, 2000, pad_to=pad_to, min_prefix=1)(made)
+
+
+@pytest.fixture(
+    params=["packed", "padding document", "padded rows", "several blocks", "tree", "tree of blocks"]
+)
 def batch(request, pack, pad, documents, document):
-    """Packs whose `cu_seqlens` repeats T, one padded batch, and one of more tokens than a block has."""
+    """Packs whose `cu_seqlens` repeats T, a padded batch, one of more tokens than a block has, and shared tokens."""
+    if request.param.startswith("tree"):
+        return tree([9, 4, 5, 7], 40) if request.param == "tree" else tree([150, 130, 4, 20])
     if request.param == "padded rows":
         return pad(documents)
     if request.param == "several blocks":
@@ -204,11 +233,12 @@ GPU_ROWS = [row.name for row in BACKENDS if not row.devices or "cuda" in row.dev
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 8, 64), (8, 2, 128), (6, 2, 64)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", GPU_ROWS)
-def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, window):
+def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, window, shares):
     """Each row against the loop in float32, forward and backward, to the noise of its dtype."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -222,7 +252,8 @@ def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, 
         pytest.skip(f"{name} does not support {obstacle}")
     lengths = [700, 1, 33, 128, 300, 2]
     collate = PackedCollator(9, 1000, pad_to=1300)
-    batch = collate([document(length) for length in lengths]).to(device)
+    batch = collate([document(length) for length in lengths])
+    batch = (tree([700, 33, 130, 290], 1300) if shares else batch).to(device)
     inputs = inputs_of(batch, heads, kv_heads, width, dtype, device)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     upstream = torch.randn_like(inputs[0])
@@ -235,6 +266,8 @@ def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, 
     for got, wanted in zip(ours, theirs, strict=True):
         # A window of one token has gradients of exactly zero for queries and keys.
         assert (got.float() - wanted).norm() < 2 * noise * max(wanted.norm(), math.sqrt(wanted.numel()) * 0.1)
+    if shares:
+        return
     before = out.detach().clone()
     for x in inputs:
         x.data[701:734] = 9 * torch.randn_like(x[701:734])  # the third document

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.ops import loss as loss_module
-from multipack.ops.logits import chunk_rows, softmax_of_logits
+from multipack.ops.logits import LossOptions, chunk_rows, softmax_of_logits
 from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
+from multipack.ops.target_rows import TargetRows
 
 WIDTH, VOCABULARY = 12, 29
 LOSSES = (linear_cross_entropy, linear_log_probabilities)
@@ -82,6 +83,34 @@ def test_equals_torch_in_chunks_and_tiles(
     found = linear_log_probabilities(*inputs, targets, **cuts)
     assert_equal(found, log_probabilities(*inputs, targets, cap), inputs, 1e-13)
     assert not found[targets == -100].any()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    targets_of=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    chunk=st.integers(1, 11),
+    tiles=st.sampled_from([1, 4]),
+    terms=st.sampled_from([{}, {"z_loss": 0.01, "label_smoothing": 0.3}]),
+    cap=st.sampled_from([0.0, 5.0]),
+)
+def test_rows_with_several_targets_equal_repeated_rows(seed, targets_of, chunk, tiles, terms, cap):
+    hidden, weight, _ = make_inputs(seed, tokens=12)
+    inputs, draw = (hidden, weight), torch.Generator().manual_seed(seed)
+    places = torch.tensor(targets_of)
+    rows, places = places.unique(return_inverse=True)  # of 12 rows some have no target
+    targets = torch.randint(0, VOCABULARY, places.shape, generator=draw)
+    weights = torch.randn(places.shape, generator=draw, dtype=torch.float64)  # those of a row may cancel
+    cuts = {"chunk_tokens": chunk, "vocabulary_tiles": tiles, "logit_cap": cap}
+    repeated = hidden[rows[places]]
+    for own in (None, weights):
+        wanted = reference(repeated, weight, targets, own, logit_cap=cap, **terms)
+        found = linear_cross_entropy(
+            *inputs, targets, weights=own, shared=TargetRows(rows, places), **cuts, **terms
+        )
+        assert_equal(found, wanted, inputs, 1e-12)
+    found = linear_log_probabilities(*inputs, targets, shared=TargetRows(rows, places), **cuts)
+    assert_equal(found, log_probabilities(repeated, weight, targets, cap), inputs, 1e-12)
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
@@ -228,11 +257,11 @@ class Moved(TorchDispatchMode):
 def test_on_a_gpu_products_are_added_to_the_gradient_in_few_large_chunks():
     """Sums of the weight's gradient move no bytes of their own; meta tensors take the path of GPUs."""
     hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (8192, 128_256))
-    head = loss_module._Head(weight, torch.bfloat16, loss_module._Options())
+    head = loss_module._Head(weight, torch.bfloat16, LossOptions())
     assert 2**29 < chunk_rows(128_256, hidden.device) * 128_256 * 4 <= 2**30
     assert chunk_rows(128_256, torch.device("cpu")) == 1024
     targets = torch.empty(8192, dtype=torch.int64, device="meta")
     with Moved((128_256, 2048)) as moved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
-        head.compute(hidden, targets, targets, None, None, (True, True))
+        head.compute(hidden, targets, targets, None, None, (True, True), None)
     assert moved.bytes == 0

@@ -11,23 +11,131 @@ Padding is one last document that attends to itself and is never a target. If do
 also ends in padding of its own, which no token of it attends to:
 
     align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16; targets −
+
+Documents that begin alike may share their beginning, whose tokens are there once. The bounds are then those of the
+nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` has the rest:
+
+    documents      p p p a a,  p p p b,  c c
+    input_ids      p p p a a b c c                              (T,) node after node
+    position_ids   0 1 2 3 4 3 0 1                              (T,) depth in the documents
+    cu_seqlens     0 3 5 6 8                                    (nodes + 1,)
+    key_slots      0 1 2   0 1 2 3 4   0 1 2 5   6 7            the path of each node: what its queries see
+    targets        p p a a   p p b   c                          (n,) document after document, at the slots
+                   0 1 2 3   0 1 2   6                          tree.loss_slots[tree.target_rows]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from multipack.data.prefix_tree import Integers, PrefixTree
 
 IGNORE = -100
 """Target that no loss counts."""
 
 
+TILE_TOKENS = 128
+"""Queries that one thread block of an attention kernel processes: `max_seqlen` is a multiple of it."""
+
+
+class Movable:
+    """A dataclass with tensors, which move together."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same with all tensors on `device`."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory (torch's DataLoader calls this)."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, Movable):
+                changed[name] = value._each(change)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class PackedBatch:
+class PackedTree(Movable):
+    """What a pack of N nodes has beside their bounds; nodes, and what they are, are those of a `PrefixTree`.
+
+    The queries of a node see the keys of its path: those of the nodes before it, and causally its own. The keys of all
+    paths are K = Σ (tokens from the root to the node's end).
+
+    Attributes:
+        key_slots: (K,) int64 slots of the paths, node after node.
+        cu_seqlens_k: (N + 1,) int32 starts of the paths in `key_slots`, and K.
+        max_seqlen_k: tokens of the longest path, rounded up like `max_seqlen`.
+        lengths_k: tokens of each path, on the host.
+        ends: (T,) int32: the slots from i to ends[i] − 1 see slot i, and no others do.
+        loss_slots: (R,) int64 slots with a target, ascending.
+        target_rows: (n,) int64 for each target of `PackedBatch.targets` the index of its slot in `loss_slots`.
+        target_bounds: (D + 1,) int64 starts of the documents' targets, and n.
+        last_slots: (D,) int64 slot of each document's last token.
+    """
+
+    key_slots: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+    lengths_k: tuple[int, ...]
+    ends: Tensor
+    loss_slots: Tensor
+    target_rows: Tensor
+    target_bounds: Tensor
+    last_slots: Tensor
+
+    @classmethod
+    def of(
+        cls, tree: PrefixTree, sizes: Sequence[int], shifted: Sequence[Integers]
+    ) -> tuple[PackedTree, Integers]:
+        """The fields of a pack, and its (n,) targets.
+
+        Args:
+            tree: of the pack's documents.
+            sizes: slots of the nodes; a last one without a node is padding.
+            shifted: targets of each document, see `Document.shifted_targets`.
+        """
+        parents = [*tree.parent.tolist(), *[-1] * (len(sizes) - len(tree.parent))]
+        stops = np.cumsum(sizes)
+        ends, paths = stops.copy(), list[Integers]()
+        for size, stop, parent in zip(sizes, stops.tolist(), parents, strict=True):
+            own = np.arange(stop - size, stop)
+            paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+        for node in reversed(range(len(parents))):  # children before parents
+            if parents[node] >= 0:
+                ends[parents[node]] = max(ends[parents[node]], ends[node])
+        of_documents = [paths[node] for node in tree.last.tolist()]
+        places = [np.flatnonzero(targets != IGNORE) for targets in shifted]
+        slots = np.concatenate([path[place] for path, place in zip(of_documents, places, strict=True)])
+        targets = np.concatenate([each[place] for each, place in zip(shifted, places, strict=True)])
+        loss_slots, target_rows = np.unique(slots, return_inverse=True)
+        lengths = [len(path) for path in paths]
+        made = cls(
+            key_slots=torch.from_numpy(np.concatenate(paths)),
+            cu_seqlens_k=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)),
+            max_seqlen_k=rounded(max(lengths)),
+            lengths_k=tuple(lengths),
+            ends=torch.from_numpy(np.repeat(ends, sizes).astype(np.int32)),
+            loss_slots=torch.from_numpy(loss_slots),
+            target_rows=torch.from_numpy(target_rows),
+            target_bounds=torch.from_numpy(np.cumsum([0, *map(len, places)])),
+            last_slots=torch.from_numpy(np.array([path[-1] for path in of_documents])),
+        )
+        return made, targets
+
+
+@dataclass(frozen=True)
+class PackedBatch(Movable):
     """A pack as the model takes it. T is the number of slots, padding included.
 
     Attributes:
@@ -47,6 +155,9 @@ class PackedBatch:
             with a target; a piece of a split document counts as one, and a document of weight w as w documents.
         weights: (T,) float32 weight of each target in the summed loss, 0 without a target. None = every target has
             weight 1.
+        tree: set if documents share tokens. The bounds and `lengths` are then those of nodes, `position_ids` depths,
+            and `targets` and `weights` (n,) lists without −100, document after document; the number of tokens still
+            counts those of each document.
     """
 
     input_ids: Tensor
@@ -61,24 +172,17 @@ class PackedBatch:
     longest: int
     denominator: float
     weights: Tensor | None = None
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """The same batch with its tensors on `device`."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory (torch's DataLoader calls this)."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
-        return replace(self, **changed)
+    tree: PackedTree | None = None
 
     @property
     def num_slots(self) -> int:
         """T: tokens and padding."""
         return int(self.input_ids.numel())
+
+
+def rounded(tokens: int) -> int:
+    """Tokens rounded up to a multiple of `TILE_TOKENS`."""
+    return -(-tokens // TILE_TOKENS) * TILE_TOKENS
 
 
 def check_tokens(input_ids: Tensor, vocabulary_size: int) -> None:

@@ -19,16 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multipack.data.batch import IGNORE, PackedBatch
+from multipack.data.batch import IGNORE, PackedBatch, PackedTree, rounded
 from multipack.data.documents import Document, Documents
+from multipack.data.prefix_tree import PrefixTree
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, check_choice
 from multipack.planning.plan import Plan, denominator_of
 from multipack.planning.stream import PackStream
-
-TILE_TOKENS = 128
-"""Queries that one thread block of an attention kernel processes: `max_seqlen` is a multiple of it."""
 
 Planned = Plan | PackStream | PackedBatchSampler
 """What determines the settings of a collator."""
@@ -50,12 +48,15 @@ class PackedCollator:
         weighted: whether the plan has weights of documents, which multiply those of their targets.
         multiple: slots of every pack are a multiple of this, by a padding document at the end, for ranks that divide
             the tokens of a pack. The capacity must be a multiple, too.
+        min_prefix: documents share common beginnings of at least this number of tokens (`PrefixTree.of`); None = none
+            is shared. Packs without such beginnings are the same with and without it.
 
     A pack without documents (of a rank without work in a micro-batch) becomes one padding document without weight, so
     that every rank runs the same collectives.
 
     Raises:
-        ValueError: an alignment below 1, a `pad_to` that is not a multiple of it, or an unknown weighting.
+        ValueError: an alignment below 1, a `pad_to` that is not a multiple of it, an unknown weighting, or an alignment
+            with shared beginnings.
     """
 
     max_documents: int
@@ -66,11 +67,16 @@ class PackedCollator:
     loss_weighting: LossWeighting = "token"
     multiple: int = 1
     weighted: bool = False
+    min_prefix: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("align", self.align)
         check_integer("multiple", self.multiple)
         check_choice("loss_weighting", self.loss_weighting, LossWeighting)
+        if self.min_prefix is not None and self.align != 1:
+            raise ValueError(
+                f"plan.align={self.align} pads each document, and data.share_prefixes divides them: use plan.align=1"
+            )
         for name in ("align", "multiple"):
             factor = getattr(self, name)
             if self.pad_to is not None and self.pad_to % factor:
@@ -81,7 +87,12 @@ class PackedCollator:
 
     @classmethod
     def of(
-        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
+        cls,
+        plan: Planned,
+        pad_to: int | None = None,
+        pad_id: int = 0,
+        multiple: int = 1,
+        min_prefix: int | None = None,
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
         return cls(
@@ -93,6 +104,7 @@ class PackedCollator:
             plan.loss_weighting,
             multiple,
             plan.weights is not None,
+            min_prefix,
         )
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
@@ -112,7 +124,70 @@ class PackedCollator:
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
             )
         lengths = [len(document.tokens) for document in documents]
-        sizes = [-(-length // self.align) * self.align for length in lengths]
+        tree = self._tree(documents)
+        if tree is None:
+            sizes = [-(-length // self.align) * self.align for length in lengths]
+            pieces = [(number, 0, length) for number, length in enumerate(lengths)]
+        else:
+            sizes = tree.length.tolist()
+            pieces = list(zip(tree.document.tolist(), tree.start.tolist(), sizes, strict=True))
+        self._pad(sizes, max(lengths, default=0))
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        input_ids = np.full(ends[-1], self.pad_id, dtype=np.int64)
+        depths = np.zeros(len(sizes), dtype=np.int64)
+        # The last size may be that of padding, which has no document.
+        for place, (start, (number, first, length)) in enumerate(zip(starts, pieces, strict=False)):
+            input_ids[start : start + length] = documents[number].tokens[first : first + length]
+            depths[place] = first
+        owner = np.repeat(np.arange(len(sizes)), sizes)  # piece of each slot
+        position_ids = np.arange(ends[-1], dtype=np.int64) - (starts - depths)[owner]
+        shifted = [document.shifted_targets() for document in documents]
+        counts = np.array([np.count_nonzero(each != IGNORE) for each in shifted], dtype=np.int64)
+        packed = None
+        if tree is None:
+            targets = np.full(ends[-1], IGNORE, dtype=np.int64)
+            for start, each in zip(starts, shifted, strict=False):
+                targets[start : start + len(each)] = each
+        else:
+            packed, targets = PackedTree.of(tree, sizes, shifted)
+            owner = np.repeat(np.arange(len(documents)), counts)  # document of each target
+        own = np.array([document.weight for document in documents], dtype=np.float64)
+        denominator = denominator_of(counts, self.loss_weighting, own if self.weighted else None)
+        weights = None
+        if self.loss_weighting == "document":
+            own /= np.maximum(counts, 1)
+        if self.weighted or self.loss_weighting == "document":
+            own = np.append(own, 0.0).astype(np.float32)  # the weight of padding
+            weights = torch.from_numpy(own[owner] * (targets != IGNORE))
+        return PackedBatch(
+            input_ids=torch.from_numpy(input_ids),
+            targets=torch.from_numpy(targets),
+            position_ids=torch.from_numpy(position_ids),
+            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
+            max_seqlen=rounded(max(sizes)),
+            num_documents=len(documents),
+            num_tokens=sum(lengths),
+            num_target_tokens=int(counts.sum()),
+            lengths=tuple(sizes),
+            longest=max(lengths, default=0),
+            denominator=denominator,
+            weights=weights,
+            tree=packed,
+        )
+
+    def _tree(self, documents: Sequence[Document]) -> PrefixTree | None:
+        """The trees of the documents; None if no tokens are shared."""
+        if self.min_prefix is None:
+            return None
+        tree = PrefixTree.of([document.tokens for document in documents], self.min_prefix)
+        return tree if tree.shares else None
+
+    def _pad(self, sizes: list[int], longest: int) -> None:
+        """Add the size of padding, if there is any, to the slots of the pieces of a pack, which are checked.
+
+        `longest` is the number of tokens of the longest document.
+        """
         used = sum(sizes)
         aligned = "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
         slots = self.pad_to
@@ -122,44 +197,11 @@ class PackedCollator:
             raise ValueError(f"a pack of {used:,} tokens{aligned} does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
-        longest = max(sizes)
+        longest = max(*sizes, longest, 0)
         if longest > max(self.max_seqlen, self.pad_to or max(self.align, self.multiple)):
             raise ValueError(
                 f"a document of {longest:,} tokens{aligned} exceeds max_seqlen={self.max_seqlen:,}"
             )
-        ends = np.cumsum(sizes)
-        starts = ends - sizes
-        input_ids = np.full(slots, self.pad_id, dtype=np.int64)
-        targets = np.full(slots, IGNORE, dtype=np.int64)
-        # The last size may be that of padding, which has no document.
-        for start, length, document in zip(starts, lengths, documents, strict=False):
-            input_ids[start : start + length] = document.tokens
-            targets[start : start + length] = document.shifted_targets()
-        owner = np.repeat(np.arange(len(sizes)), sizes)  # document of each slot
-        is_target = targets != IGNORE
-        counts = np.bincount(owner[is_target], minlength=len(sizes))
-        each = np.ones(len(sizes))
-        each[: len(documents)] = [document.weight for document in documents]
-        denominator = denominator_of(counts, self.loss_weighting, each if self.weighted else None)
-        weights = None
-        if self.loss_weighting == "document":
-            each /= np.maximum(counts, 1)
-        if self.weighted or self.loss_weighting == "document":
-            weights = torch.from_numpy(each.astype(np.float32)[owner] * is_target)
-        return PackedBatch(
-            input_ids=torch.from_numpy(input_ids),
-            targets=torch.from_numpy(targets),
-            position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - starts[owner]),
-            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
-            max_seqlen=-(-longest // TILE_TOKENS) * TILE_TOKENS,
-            num_documents=len(documents),
-            num_tokens=sum(lengths),
-            num_target_tokens=int(np.count_nonzero(is_target)),
-            lengths=tuple(sizes),
-            longest=max(lengths, default=0),
-            denominator=denominator,
-            weights=weights,
-        )
 
 
 def pad_documents(
@@ -249,7 +291,12 @@ class PreferenceCollator:
 
     @classmethod
     def of(
-        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
+        cls,
+        plan: Planned,
+        pad_to: int | None = None,
+        pad_id: int = 0,
+        multiple: int = 1,
+        min_prefix: int | None = None,
     ) -> PreferenceCollator:
         """The collator of a plan over items, or of a sampler.
 
@@ -258,7 +305,10 @@ class PreferenceCollator:
         """
         if plan.align != 1:
             raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
-        return cls(PackedCollator(2 * plan.most_documents, plan.longest, pad_to, pad_id, multiple=multiple))
+        most = 2 * plan.most_documents
+        return cls(
+            PackedCollator(most, plan.longest, pad_to, pad_id, multiple=multiple, min_prefix=min_prefix)
+        )
 
     def __call__(self, items: Sequence[PreferencePair]) -> PreferenceBatch:
         """Pack `items` in the order given.

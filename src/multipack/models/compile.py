@@ -75,9 +75,10 @@ def _configured(block: nn.Module, one_size: bool) -> Callable[..., Any]:
     whole = torch._dynamo.config.patch(optimize_ddp=False)
 
     def call(x: Any, batch: Any, *others: Any) -> Any:
-        for tensor in [] if one_size else tree_leaves((x, vars(batch), others)):
+        shared = [] if batch.tree is None else vars(batch.tree)
+        for tensor in tree_leaves(shared if one_size else (x, vars(batch), shared, others)):
             if isinstance(tensor, torch.Tensor):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the slots
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the slots, and what nodes and targets there are
         if not isinstance(block, FSDPModule):  # which replaces a block's parameters itself
             use_copies(block)
         with bounds, whole:

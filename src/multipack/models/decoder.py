@@ -51,6 +51,7 @@ from multipack.ops.autocast import at_least_float32
 from multipack.ops.logits import soft_capped
 from multipack.ops.loss import linear_cross_entropy
 from multipack.ops.norm import OffsetRMSNorm
+from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
 
 PARALLEL_PLAN = {
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
         shape: layers, widths and options; its vocabulary must be set.
         attention: name of a backend, or `"auto"` (ops/attention/table.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, also called with `weights=` if a batch has
-            weights, and with `group=` under tensor parallelism.
+            weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
         training_loss: loss function in training mode, such as one with z-loss; None = `loss_function`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
             positions), the last one the final norm and the head (the embedding, if they are tied).
@@ -199,9 +200,8 @@ class Decoder(nn.Module):
             self.hidden(batch, x=x),
             self.output_weight,
             batch.targets,
-            num_targets=batch.num_target_tokens,
             **options,
-            **self.loss_options,
+            **self.loss_options(batch),
         )
 
     def logits(self, batch: PackedBatch) -> Tensor:
@@ -209,10 +209,12 @@ class Decoder(nn.Module):
         found = F.linear(self.hidden(batch), self.output_weight)
         return found if self.shape.scores else soft_capped(found, self.shape.logit_cap)
 
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """Arguments of loss functions that follow from the shape."""
-        return {"logit_cap": self.shape.logit_cap} if self.shape.logit_cap else {}
+    def loss_options(self, batch: PackedBatch) -> dict[str, Any]:
+        """Arguments of loss functions that follow from the batch and the shape."""
+        options: dict[str, Any] = {"num_targets": batch.num_target_tokens}
+        if batch.tree is not None:
+            options["shared"] = TargetRows(batch.tree.loss_slots, batch.tree.target_rows)
+        return options | ({"logit_cap": self.shape.logit_cap} if self.shape.logit_cap else {})
 
     def hidden(
         self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None
@@ -269,6 +271,12 @@ class Decoder(nn.Module):
         if shape.positions == "learned":
             return None
         if shape.rope_type == "dynamic" and shape.rope_factor != 1.0 and batch.longest > shape.context:
+            if batch.tree is not None:
+                raise ValueError(
+                    f"model.rope_type=dynamic rotates a document of {batch.longest:,} tokens, more than"
+                    f" model.context={shape.context:,}, by its length, and documents that share tokens have several:"
+                    " use data.share_prefixes=off, or another model.rope_type"
+                )
             bounds = batch.cu_seqlens.long()
             slots = bounds.diff().repeat_interleave(bounds.diff())
             if len(slots) != len(batch.position_ids):

@@ -196,6 +196,11 @@ def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
     """(T, d) inputs of the head, times the factor of the logits; (T, d + 1) for a head with a bias, with ones."""
     if batch.input_ids.device.type == "cpu":
         check_tokens(batch.input_ids, decoder.shape.vocabulary_size)
+    if batch.tree is not None:
+        raise ValueError(
+            f"model={PREFIX}{decoder.shape.architecture}: transformers takes no documents that share tokens:"
+            " use data.share_prefixes=off, or a family of this package"
+        )
     bounds, slots = batch.cu_seqlens, torch.arange(batch.num_slots, device=batch.cu_seqlens.device)
     given = {
         "input_ids": batch.input_ids[None],

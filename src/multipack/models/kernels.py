@@ -5,7 +5,8 @@
     SwiGLU                 LigerSiLUMulFunction                      other activations, compiled blocks
     RoPE                   LigerRopeFunction, in place               learned positions, partial rotary, compiled blocks,
                                                                      selective checkpointing, which keeps its inputs
-    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, tensor parallelism
+    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, tensor parallelism,
+                                                                     packs whose documents share tokens
 
 The gradient of the output matrix is summed in float32 and rounded to the dtype of products, once; ours is not rounded.
 """
@@ -26,6 +27,7 @@ from multipack.models.rotary import Rotation
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.loss import linear_cross_entropy
 from multipack.ops.norm import OffsetRMSNorm, RMSNorm
+from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
 
 Kernel = Literal["RMSNorm", "SwiGLU", "RoPE", "linear cross-entropy"]
@@ -114,8 +116,12 @@ def _cross_entropy(
     num_targets: int | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    shared: TargetRows | None = None,
 ) -> Tensor:
     """As `linear_cross_entropy`; all rows are projected, also those without a target."""
+    if shared is not None:  # rows with several targets
+        terms = {"z_loss": z_loss, "label_smoothing": label_smoothing, "shared": shared}
+        return linear_cross_entropy(hidden, weight, targets, num_targets=num_targets, **terms)
     if not torch.is_grad_enabled():  # the kernel computes gradients wherever inputs have them
         hidden, weight = hidden.detach(), weight.detach()
     products = in_autocast_dtype(hidden), in_autocast_dtype(weight)

@@ -1,6 +1,6 @@
 """Preference optimization on packs: both answers of every item in one forward pass.
 
-    hidden ─ head ─▶ log-probability of each target (T,) ─ sum per document ─▶ (items, 2) ─ loss ─▶ Σ over items
+    hidden ─ head ─▶ log-probability of each target      ─ sum per document ─▶ (items, 2) ─ loss ─▶ Σ over items
                          │ c c c c │ r r r │ c c │ r r r r │                 with the reference's
 
 models/objectives has the losses.
@@ -38,7 +38,7 @@ class PreferenceDecoder(Decoder):
         loss: the objective.
         options: its settings by name.
         last: metric that the loss reads → its value in the last global step.
-        log_probabilities: (hidden, weight, targets, num_targets=…) → (T,).
+        log_probabilities: (hidden, weight, targets, num_targets=…) → a number for each target.
 
     Raises:
         ValueError: as `Decoder` does, there is no such objective, or it needs another head (`shape.scores`).
@@ -98,20 +98,21 @@ class PreferenceDecoder(Decoder):
             self.hidden(batch),
             self.output_weight,
             batch.targets,
-            num_targets=batch.num_target_tokens,
-            **self.loss_options,
+            **self.loss_options(batch),
         )
         return self._per_pair(of_tokens, batch)
 
     def values(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 values at the last tokens of both answers."""
-        last = self.hidden(batch)[batch.cu_seqlens[1 : batch.num_documents + 1].long() - 1]
+        slots = batch.cu_seqlens[1 : batch.num_documents + 1].long() - 1
+        last = self.hidden(batch)[slots if batch.tree is None else batch.tree.last_slots]
         return F.linear(last.double(), self.output_weight.double()).view(-1, 2)
 
     @staticmethod
     def _per_pair(of_tokens: Tensor, batch: PackedBatch) -> Tensor:
-        """(T,) → (items, 2) float64 sums over each answer; the sum of padding is dropped."""
-        of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
+        """Numbers of targets → (items, 2) float64 sums over each answer; the sum of padding is dropped."""
+        bounds = batch.cu_seqlens.long() if batch.tree is None else batch.tree.target_bounds
+        of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=bounds)
         return of_documents[: batch.num_documents].view(-1, 2)
 
     def take_tally(self, training: bool = True) -> list[float]:

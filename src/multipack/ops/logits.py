@@ -1,4 +1,4 @@
-"""Logits: how many exist at a time, soft caps, and their losses and gradient in one function for torch.compile.
+"""Logits: options of their losses, how many exist at a time, soft caps, and one function for torch.compile.
 
 torch.compile fuses `softmax_of_logits` into two reads and one write of the logits. Without it ops/loss.py is faster,
 with torch's own kernel of log-softmax, in place.
@@ -7,6 +7,7 @@ with torch's own kernel of log-softmax, in place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,13 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
 from multipack.ops.autocast import at_least_float32
 
 CHUNK_TOKENS = 1024
 """Rows of a chunk, on a GPU the minimum: on a CPU larger ones only take more memory."""
 CHUNK_BYTES = 2**30
 """Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of `linear_cross_entropy`, checked."""
+
+    chunk_tokens: int | None = None
+    vocabulary_tiles: int = 1
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    group: dist.ProcessGroup | None = None
+    compiled: bool = False
+    logit_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "vocabulary_tiles"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}; 0 turns it off")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0 turns it off")
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
@@ -73,41 +95,3 @@ def compiled_softmax() -> Callable[..., Any]:
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This rank in a group, and the group's size; None is a group of one."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
-def check_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    num_targets: int | None,
-    weights: Tensor | None,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Check the arguments; return the int64 indices of rows with a target."""
-    shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden (T, d) and weight (V, d), got {shapes}")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"{shapes} need targets ({len(hidden)},), got {tuple(targets.shape)}")
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one dtype, or autocast")
-    if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
-        raise ValueError(
-            f"expected floating-point weights ({len(targets)},), got {weights.dtype} {tuple(weights.shape)}"
-        )
-    if weights is not None and weights.requires_grad:
-        raise ValueError("weights get no gradient: pass weights.detach()")
-    counted = targets != IGNORE
-    if num_targets is not None and targets.device.type != "cpu":
-        return torch.nonzero_static(counted, size=num_targets).flatten()
-    rows = counted.nonzero().flatten()
-    if targets.device.type == "cpu":
-        vocabulary = len(weight) * rank_and_size(group)[1]
-        wrong = counted & ((targets < 0) | (targets >= vocabulary))
-        if wrong.any():
-            raise ValueError(
-                f"target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary:,} (and is not {IGNORE})"
-            )
-        if num_targets is not None and num_targets != len(rows):
-            raise ValueError(f"num_targets={num_targets}, but {len(rows)} targets are not {IGNORE}")
-    return rows

@@ -22,12 +22,16 @@ arXiv:1512.00567) and z-loss coefficient z (Chowdhery et al. 2022, arXiv:2204.02
 backward pass only multiplies by the incoming scalar. With one tile nothing is computed twice; with more, logits are
 computed again for the gradient. Row weights scale rows of (chunk, d), never logits. `linear_log_probabilities` needs
 the incoming gradient of each row, so its backward pass computes logits again.
+
+Where documents share tokens (`PackedBatch.tree`), a row has a target for each of its documents. Its logits are computed
+once. With w the weights of its targets, the gradient of its logits is the sum of theirs, which scales logits:
+
+    g    = Σ w · (softmax · (1 + 2 z · lse) − ε / V) − (1 − ε) · Σ (w · one-hot)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +42,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.ops.autocast import at_least_float32, autocast_dtype
-from multipack.ops.logits import check_rows, chunk_rows, compiled_softmax, rank_and_size, soft_capped
+from multipack.ops.logits import LossOptions, chunk_rows, compiled_softmax, rank_and_size, soft_capped
+from multipack.ops.target_rows import ChunkTargets, TargetRows, check_rows
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,31 +54,11 @@ parallelism replace it by one that also passes `vocabulary_tiles` or `group`."""
 
 FUSED_DEVICES = ("cuda", "meta")
 """Devices that add half-precision products to a float32 matrix in one kernel (meta: to count bytes)."""
-Tile = tuple[Tensor, Tensor]
-"""For R rows and n columns of the logits: (R, n) log-softmax over these columns, and (R, 2 or 3) statistics to merge:
-log-sum-exp, logit of the target (0 if it is in another tile) and, for label smoothing, the sum of the logits."""
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Options of `linear_cross_entropy`, checked."""
-
-    chunk_tokens: int | None = None
-    vocabulary_tiles: int = 1
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
-    group: dist.ProcessGroup | None = None
-    compiled: bool = False
-    logit_cap: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "vocabulary_tiles"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss must not be negative, got {self.z_loss}; 0 turns it off")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0 turns it off")
+Statistics = tuple[Tensor, Tensor]
+"""Of R rows, E targets and some columns of the logits: (R, 1 or 2) log-sum-exp and, for label smoothing, the sum of the
+logits; (E, 1) logit of each target, 0 if it is in other columns. Those of all columns follow from those of parts."""
+Tile = tuple[Tensor, Tensor, Tensor]
+"""(R, n) log-softmax over n columns, and their statistics."""
 
 
 def linear_cross_entropy(
@@ -89,6 +74,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     compiled: bool = False,
     logit_cap: float = 0.0,
+    shared: TargetRows | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy of `hidden @ weight.T` over all targets that are not −100.
 
@@ -112,6 +98,8 @@ def linear_cross_entropy(
             the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
         compiled: on a GPU, compile the functions of a chunk's logits, unless the vocabulary is divided or tiled.
         logit_cap: bound c of the logits z, which become c · tanh(z / c) (Gemma 2); 0 = no bound.
+        shared: the rows of `targets` and `weights`, which are then (n,) lists without −100. None = target i is that of
+            row i.
 
     Returns:
         0-d sum, equal on all ranks of `group`; 0, still connected to `hidden` and `weight`, without targets.
@@ -120,12 +108,14 @@ def linear_cross_entropy(
         ValueError: mismatched shapes or dtypes, or an option out of range; on the CPU also a target outside the
             vocabulary or a wrong `num_targets` (checking on other devices would synchronize).
     """
-    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled, logit_cap)
-    rows = check_rows(hidden, weight, targets, num_targets, weights, group)
+    options = LossOptions(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled, logit_cap)
+    rows = check_rows(hidden, weight, targets, num_targets, weights, group, shared)
     if not torch.is_grad_enabled():
         # Grad mode is always off inside an autograd.Function, so that only detached inputs skip the gradients.
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, weights, options)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, rows, weights, options, None if shared is None else shared.places
+    )
     return loss
 
 
@@ -138,6 +128,7 @@ def linear_log_probabilities(
     vocabulary_tiles: int = 1,
     group: dist.ProcessGroup | None = None,
     logit_cap: float = 0.0,
+    shared: TargetRows | None = None,
 ) -> Tensor:
     """Log-probability of each target under `softmax(hidden @ weight.T)`, differentiable.
 
@@ -145,14 +136,17 @@ def linear_log_probabilities(
     collective.
 
     Returns:
-        (T,) float32 (float64 for float64 inputs), 0 where the target is −100; equal on all ranks of `group`.
+        (T,) float32 (float64 for float64 inputs), 0 where the target is −100; equal on all ranks of `group`. With
+        `shared` (n,), in the order of the targets.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    options = _Options(chunk_tokens, vocabulary_tiles, group=group, logit_cap=logit_cap)
-    rows = check_rows(hidden, weight, targets, num_targets, None, group)
-    logs: Tensor = _LinearLogProbabilities.apply(hidden, weight, targets, rows, options)  # type: ignore[no-untyped-call]
+    options = LossOptions(chunk_tokens, vocabulary_tiles, group=group, logit_cap=logit_cap)
+    rows = check_rows(hidden, weight, targets, num_targets, None, group, shared)
+    logs: Tensor = _LinearLogProbabilities.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, rows, options, None if shared is None else shared.places
+    )
     return logs
 
 
@@ -165,10 +159,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         rows: Tensor,
         weights: Tensor | None,
-        options: _Options,
+        options: LossOptions,
+        places: Tensor | None,
     ) -> Tensor:
         head = _Head(weight, autocast_dtype(weight), options)
-        losses, _, *gradients = head.compute(hidden, targets, rows, weights, None, ctx.needs_input_grad)
+        losses, _, *gradients = head.compute(
+            hidden, targets, rows, weights, None, ctx.needs_input_grad, places
+        )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, weight.dtype
         return (losses if weights is None else losses * weights).sum()
@@ -180,29 +177,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if gradient is None else (gradient * upstream).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        options: LossOptions,
+        places: Tensor | None,
     ) -> Tensor:
         ctx.options, ctx.dtype = options, autocast_dtype(weight)
         head = _Head(weight, ctx.dtype, options)
-        losses, lse, *_ = head.compute(hidden, targets, rows, None, None, (False, False))
-        ctx.save_for_backward(hidden, weight, targets, rows, lse)
+        losses, lse, *_ = head.compute(hidden, targets, rows, None, None, (False, False), places)
+        ctx.save_for_backward(hidden, weight, targets, rows, lse, places)
         return losses.neg_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, rows, lse = ctx.saved_tensors
+        hidden, weight, targets, rows, lse, places = ctx.saved_tensors
         head = _Head(weight, ctx.dtype, ctx.options)
         wanted = ctx.needs_input_grad
-        *_, hidden_grad, weight_grad = head.compute(hidden, targets, rows, -upstream, lse, wanted)
+        *_, hidden_grad, weight_grad = head.compute(hidden, targets, rows, -upstream, lse, wanted, places)
         hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 class _Head:
@@ -211,7 +215,7 @@ class _Head:
     `exact` is the dtype of softmax, losses and sums.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, options: _Options) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, options: LossOptions) -> None:
         self.weight, self.options = weight.detach().to(dtype), options
         self.exact = at_least_float32(weight.dtype)
         rank, ranks = rank_and_size(options.group)
@@ -228,36 +232,47 @@ class _Head:
         scale: Tensor | None,
         lse: Tensor | None,
         wanted: Sequence[bool],
+        places: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Losses and gradients of `rows`, the indices of rows with a target, chunk by chunk.
 
-        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (T,), if given. With
-        `lse`, the result of an earlier call, losses are not computed again.
+        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (n,), if given. With
+        `lse`, the result of an earlier call, losses are not computed again. `places` (n,) are indices in `rows` of the
+        targets' rows; None = target i is that of row i, n is T, and others than `rows` are not counted.
 
         Returns:
-            (T,) losses, (T,) log-sum-exp (0 in other rows), and the gradients of `hidden` and `weight` or None.
+            (n,) losses, (T,) log-sum-exp (0 in other rows), and the gradients of `hidden` and `weight` or None.
         """
-        losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
-        is_known, lse = lse is not None, torch.zeros_like(losses) if lse is None else lse
+        losses = torch.zeros(len(targets), dtype=self.exact, device=hidden.device)
+        is_known, lse = lse is not None, losses.new_zeros(len(hidden)) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
-        compiled = self.options.compiled and hidden.device.type in FUSED_DEVICES
+        compiled = self.options.compiled and hidden.device.type in FUSED_DEVICES and places is None
         plain = len(self.slices) == 1 and self.options.group is None and not self.options.logit_cap
         compiled = compiled and plain and any(wanted[:2])
         with torch.autocast(hidden.device.type, enabled=False):
             size = self.options.chunk_tokens or chunk_rows(
                 -(-len(self.weight) // len(self.slices)), hidden.device
             )
-            for part in torch.split(rows, size) if len(rows) else ():
-                chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
+            for number, part in enumerate(torch.split(rows, size) if len(rows) else ()):
+                chunk = hidden[part].to(self.weight.dtype)
+                if places is None:
+                    target = ChunkTargets(targets[part, None])
+                else:
+                    place = places - number * size
+                    target = ChunkTargets.of(targets, place, len(part), scale, self.exact)
                 tile = gradient = None
                 if not is_known and compiled and len(part) > 1:  # torch.compile makes other code for one row
-                    losses[part], lse[part], gradient = self._compiled_losses(chunk, target)
+                    losses[part], lse[part], gradient = self._compiled_losses(chunk, target.columns)
                 elif not is_known:
-                    losses[part], lse[part], tile = self._losses(chunk, target)
+                    found, lse[part], tile = self._losses(chunk, target)
+                    if target.held is None:
+                        losses[part] = found
+                    else:
+                        losses = torch.where(target.held, found, losses)
                 if hidden_grad is None and weight_grad is None:
                     continue
-                factor = None if scale is None else scale[part, None].to(self.exact)
+                factor = None if scale is None or places is not None else scale[part, None].to(self.exact)
                 gradients = (
                     (gradient,) if gradient is not None else self._tiles(chunk, target, lse[part, None], tile)
                 )
@@ -267,26 +282,29 @@ class _Head:
                     hidden_grad[part] = product.to(hidden_grad.dtype)
         return losses, lse, hidden_grad, weight_grad
 
-    def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tile | None]:
-        """(R,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
+    def _losses(self, chunk: Tensor, target: ChunkTargets) -> tuple[Tensor, Tensor, Tile | None]:
+        """(E,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
-        statistics, tile = [], None
+        found, tile = list[Statistics](), None
         for columns in self.slices:
             tile = None  # frees the last tile before the next one is made
             tile = self._tile(chunk, target, columns)
-            statistics.append(tile[1])
-        merged = _merge(torch.stack(statistics))
+            found.append(tile[1:])
+        of_rows, logit = _merge(found)
         if group is not None:
-            ranks = dist.get_world_size(group)
-            gathered = merged.new_empty(ranks * len(merged), merged.shape[1])
+            sizes = of_rows.numel(), logit.numel()
+            merged, ranks = torch.cat([of_rows.flatten(), logit.flatten()]), dist.get_world_size(group)
+            gathered = merged.new_empty(ranks * len(merged))
             _all_gather(gathered, merged, group=group)
-            merged = _merge(gathered.view(ranks, *merged.shape))
-        lse, logit, *total = merged.unbind(1)
-        losses = (lse - logit) * (1.0 - smoothing)
+            each = (torch.split(part, sizes) for part in gathered.chunk(ranks))
+            of_rows, logit = _merge([(a.view_as(of_rows), b.view_as(logit)) for a, b in each])
+        lse = of_rows[:, 0]
+        own, *total = (each if target.rows is None else each[target.rows] for each in of_rows.unbind(1))
+        losses = (own - logit[:, 0]) * (1.0 - smoothing)
         if smoothing:
-            losses += smoothing * (lse - total[0] / self.vocabulary)
+            losses += smoothing * (own - total[0] / self.vocabulary)
         if z_loss:
-            losses += z_loss * lse.square()
+            losses += z_loss * own.square()
         return losses, lse, tile if len(self.slices) == 1 else None
 
     def _compiled_losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,11 +313,11 @@ class _Head:
         losses, lse, gradient, own = compiled_softmax()(F.linear(chunk, self.weight), target, *terms)
         return losses, lse, gradient.scatter_(1, target, own)
 
-    def _tiles(self, chunk: Tensor, target: Tensor, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
+    def _tiles(self, chunk: Tensor, target: ChunkTargets, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
         """The gradient of the logits, tile by tile; `tile`, if there is only one, is overwritten, else computed."""
         smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:
-            logs, statistics = tile or self._tile(chunk, target, columns)
+            logs, statistics, _ = tile or self._tile(chunk, target, columns)
             tile = None
             # The derivative of c · tanh(z / c) is 1 − (its value / c)².
             slope = 1.0 - ((logs + statistics[:, :1]) / cap).square_() if cap else None
@@ -309,7 +327,7 @@ class _Head:
             if smoothing:
                 gradient -= smoothing / self.vocabulary
             column, is_inside = self._column(target, columns)
-            gradient.scatter_add_(1, column, (smoothing - 1.0) * is_inside.to(self.exact))
+            target.add(gradient, column, (smoothing - 1.0) * is_inside.to(self.exact))
             gradient = gradient if slope is None else gradient.mul_(slope)
             gradient = gradient.to(self.weight.dtype)
             del logs
@@ -328,28 +346,37 @@ class _Head:
             del gradient
         return product if scale is None else product * scale
 
-    def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> Tile:
+    def _tile(self, chunk: Tensor, target: ChunkTargets, columns: slice) -> Tile:
         logits = soft_capped(F.linear(chunk, self.weight[columns]), self.options.logit_cap)
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
         column, is_inside = self._column(target, columns)
-        logit = logits.gather(1, column).to(self.exact)
-        lse = logit - logs.gather(1, column)  # saves a second pass over the logits
-        statistics = [lse, logit.masked_fill(~is_inside, 0.0)]
+        logit = target.pick(logits, column).to(self.exact)
+        # Saves a second pass over the logits; any column would do.
+        lse = (
+            logit - logs.gather(1, column)
+            if target.rows is None
+            else logits[:, :1].to(self.exact) - logs[:, :1]
+        )
         if self.options.label_smoothing:
-            statistics.append(logs.sum(1, keepdim=True) + logs.shape[1] * lse)
-        return logs, torch.cat(statistics, dim=1)
+            lse = torch.cat([lse, logs.sum(1, keepdim=True) + logs.shape[1] * lse], dim=1)
+        return logs, lse, logit.masked_fill(~is_inside, 0.0)
 
-    def _column(self, target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """(R, 1) column of each target in a tile, and whether the target is in it; if not, an arbitrary column."""
-        column, width = target - self.first - columns.start, columns.stop - columns.start
-        return column.clamp(0, width - 1), (column >= 0) & (column < width)
+    def _column(self, target: ChunkTargets, columns: slice) -> tuple[Tensor, Tensor]:
+        """(E, 1) column of each target in a tile, and whether the target is in it; if not, an arbitrary column."""
+        column, width = target.columns - self.first - columns.start, columns.stop - columns.start
+        is_inside = (column >= 0) & (column < width)
+        if target.held is not None:
+            is_inside &= target.held[:, None]
+        return column.clamp(0, width - 1), is_inside
 
 
-def _merge(statistics: Tensor) -> Tensor:
-    """(parts, R, 2 or 3) → (R, 2 or 3): log-sum-exp of the first statistic, sums of the others."""
-    if len(statistics) == 1:
-        return statistics[0]
-    return torch.cat([statistics[..., :1].logsumexp(0), statistics[..., 1:].sum(0)], dim=1)
+def _merge(found: Sequence[Statistics]) -> Statistics:
+    """Statistics of parts of the vocabulary → of the whole: log-sum-exp of the first one, sums of the others."""
+    if len(found) == 1:
+        return found[0]
+    of_rows, logits = (torch.stack(each) for each in zip(*found, strict=True))
+    merged = torch.cat([of_rows[..., :1].logsumexp(0), of_rows[..., 1:].sum(0)], dim=1)
+    return merged, logits.sum(0)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from multipack.data.batch import IGNORE, PackedBatch
+from multipack.data.batch import IGNORE, PackedBatch, PackedTree
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.parallel.collectives import Group, all_to_all
 from multipack.parallel.parallel_config import ContextMethod
@@ -47,7 +47,8 @@ class ContextBatch(PackedBatch):
     """One rank's tokens of a pack.
 
     The tensors of `DIVIDED` are this rank's (T/ranks,), and `num_target_tokens` counts its targets. All other fields
-    are those of the whole pack.
+    are those of the whole pack. Where documents share tokens, `targets` and `weights`, and the rows of targets in
+    `tree`, are those of this rank's slots.
 
     Attributes:
         whole: the whole pack.
@@ -59,11 +60,12 @@ class ContextBatch(PackedBatch):
     ring: Ring | None = None
     own_cu_seqlens: Tensor | None = None
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ContextBatch:
         whole = self.whole._each(change)
         held = {name: getattr(self, name) for name in (*DIVIDED, "own_cu_seqlens")}
         changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
-        return replace(self, **changed, cu_seqlens=whole.cu_seqlens, whole=whole)
+        tree = None if self.tree is None else self.tree._each(change)
+        return replace(self, **changed, cu_seqlens=whole.cu_seqlens, whole=whole, tree=tree)
 
 
 def divide_context(
@@ -115,17 +117,40 @@ def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> 
     ring = starts = None
     pieces: tuple[slice, ...] = (slice(rank * slots // ranks, (rank + 1) * slots // ranks),)
     if method == "ring":
+        if batch.tree is not None:
+            raise ValueError(
+                "parallel.context_method=ring sends the keys of whole documents, and these share tokens: use"
+                " parallel.context_method=ulysses, or data.share_prefixes=off"
+            )
         pieces, ring = head_tail(slots, rank, ranks), Ring.of(batch.lengths, rank, ranks)
         starts = torch.tensor(
             [0, *accumulate(ring.lengths)], dtype=torch.int32, device=batch.cu_seqlens.device
         )
-    own = {
+    own: dict[str, Any] = {
         name: torch.cat([tensor[piece] for piece in pieces])
-        for name in DIVIDED
+        for name in (DIVIDED if batch.tree is None else ("input_ids", "position_ids"))
         if (tensor := getattr(batch, name)) is not None
     }
+    if batch.tree is not None:
+        own |= _targets_of(batch, batch.tree, pieces[0])
     held = vars(batch) | own | {"num_target_tokens": int((own["targets"] != IGNORE).sum())}
     return ContextBatch(**held, whole=batch, ring=ring, own_cu_seqlens=starts)
+
+
+def _targets_of(batch: PackedBatch, tree: PackedTree, piece: slice) -> dict[str, Any]:
+    """The targets of some slots of a pack whose documents share tokens, and a tree with their rows."""
+    inside = (tree.loss_slots >= piece.start) & (tree.loss_slots < piece.stop)
+    kept = inside[tree.target_rows]
+    rows = inside.cumsum(0) - 1  # of the slots inside, counted from 0
+    return {
+        "targets": batch.targets[kept],
+        "weights": None if batch.weights is None else batch.weights[kept],
+        "tree": replace(
+            tree,
+            loss_slots=tree.loss_slots[inside] - piece.start,
+            target_rows=rows[tree.target_rows[kept]],
+        ),
+    }
 
 
 def _ulysses(

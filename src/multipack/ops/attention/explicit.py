@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import heads_first, repeat_heads, runs, tokens_first
+from multipack.ops.attention.runs import gathered, heads_first, path_runs, repeat_heads, tokens_first
 from multipack.ops.autocast import at_least_float32, in_autocast_dtype
 
 TILE_TOKENS = 128
@@ -53,13 +53,14 @@ def explicit(
         (T, H, V), in the dtype of the inputs (in autocast's where it is on).
     """
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    found = list(runs(batch.lengths))
-    inputs = (heads_first(x, found) for x in (q, repeat_heads(k, q), repeat_heads(v, q)))
+    k, v = gathered(k, v, batch)
+    found, paths = path_runs(batch.lengths, batch.lengths if batch.tree is None else batch.tree.lengths_k)
+    keys, values = (heads_first(repeat_heads(x, q), paths) for x in (k, v))
     parts = []
-    for query, key, value in zip(*inputs, strict=True):
-        tiles = []
-        for rows, columns in _tiles(query.shape[2], window):
-            visible = _visible(rows, columns, window, query.device)
+    for query, key, value in zip(heads_first(q, found), keys, values, strict=True):
+        tiles, before = [], key.shape[2] - query.shape[2]
+        for rows, columns in _tiles(query.shape[2], before, window):
+            visible = _visible(rows, columns, before, window, query.device)
             tile = query[:, :, rows], key[:, :, columns], value[:, :, columns]
             tiles.append(
                 checkpoint(weighted, *tile, visible, scale, softcap, sinks, dropout, use_reentrant=False)
@@ -127,15 +128,15 @@ def weighted(
         return (F.dropout(weights, dropout) @ v.to(wide)).to(q.dtype)
 
 
-def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a document: slices of its queries, and of the keys that any of them sees."""
+def _tiles(length: int, before: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Tiles of a document: slices of its queries, and of the keys that any of them sees; `before` are no queries."""
     for start in range(0, length, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, length)
-        yield slice(start, stop), slice(max(0, start - window + 1) if window else 0, stop)
+        yield slice(start, stop), slice(max(0, before + start - window + 1) if window else 0, before + stop)
 
 
-def _visible(rows: slice, columns: slice, window: int | None, device: torch.device) -> Tensor:
+def _visible(rows: slice, columns: slice, before: int, window: int | None, device: torch.device) -> Tensor:
     """(queries, keys) bool: which keys of a tile each of its queries sees."""
     queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, columns))
-    distance = queries[:, None] - keys
+    distance = queries[:, None] + before - keys
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.masks import first_visible, once_a_batch
+from multipack.ops.attention.masks import first_visible, once_a_batch, tree_sees
 
 if TYPE_CHECKING:  # torch >= 2.5; hosts import this module with torch 2.4
     from torch.nn.attention.flex_attention import BlockMask
@@ -50,24 +50,63 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
     Returns:
         A mask for (1, heads, T, D) queries and keys, on the batch's device, made without a synchronization.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
+    if batch.tree is not None:
+        return _tree_mask(batch, window)
     first = first_visible(batch, window)
     slots = first.shape[0]
-    count = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    blocks = torch.arange(count, device=first.device)
-    last = blocks * BLOCK_TOKENS + BLOCK_TOKENS - 1
+    blocks, last = _blocks(slots, first.device)
     first_of_first = first[blocks * BLOCK_TOKENS]
     first_of_last = first[last.clamp(max=slots - 1)]
     needed = (blocks <= blocks[:, None]) & (blocks >= first_of_first[:, None] // BLOCK_TOKENS)
     full = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= first_of_last[:, None])
-    full &= last[:, None] < slots  # like torch: a block that extends past the end is never full
-    partial_count, partial_indices = _indices(needed & ~full)
-    full_count, full_indices = _indices(full)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])
 
+    return _mask(needed, full, last, sees, slots)
+
+
+def _tree_mask(batch: PackedBatch, window: int | None) -> BlockMask:
+    """The mask of a pack whose documents share tokens.
+
+    A block of keys is needed if one of them is seen from the first query or later, and full if all are seen up to the
+    last query. With a window the smallest and the largest distance of two blocks decide, too.
+    """
+    assert batch.tree is not None
+    slots = batch.input_ids.shape[0]
+    blocks, last = _blocks(slots, batch.cu_seqlens.device)
+    least, most = _extremes(batch.tree.ends, blocks.shape[0])
+    needed = (blocks < blocks[:, None]) & (most > blocks[:, None] * BLOCK_TOKENS)
+    needed |= blocks == blocks[:, None]
+    full = (blocks < blocks[:, None]) & (least > last[:, None])
+    if window is not None:
+        shallowest, deepest = _extremes(batch.position_ids, blocks.shape[0])
+        needed &= shallowest[:, None] - deepest < window
+        full &= deepest[:, None] - shallowest < window
+    sees = tree_sees(batch, window)
+    return _mask(needed, full, last, lambda _batch, _head, query, key: sees(query, key), slots)
+
+
+def _blocks(slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of the blocks of a pack, and the last slot of each (beyond the end in the last one)."""
+    blocks = torch.arange((slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS, device=device)
+    return blocks, blocks * BLOCK_TOKENS + BLOCK_TOKENS - 1
+
+
+def _extremes(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest number of each block of (T,) numbers."""
+    last = x[-1:].expand(blocks * BLOCK_TOKENS - x.shape[0])
+    whole = torch.cat([x, last]).view(blocks, BLOCK_TOKENS)
+    return whole.amin(1), whole.amax(1)
+
+
+def _mask(needed: Tensor, full: Tensor, last: Tensor, sees: Callable[..., Tensor], slots: int) -> BlockMask:
+    """A mask of (blocks, blocks) of queries and keys: needed ones, of which some are full, and their pairs."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    full = full & (last[:, None] < slots)  # like torch: a block that extends past the end is never full
+    partial_count, partial_indices = _indices(needed & ~full)
+    full_count, full_indices = _indices(full)
     return BlockMask.from_kv_blocks(
         partial_count,
         partial_indices,

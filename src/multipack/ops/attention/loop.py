@@ -10,6 +10,9 @@ function, without an autograd node per document.
             d e f         ■ ■ ■ ■ ■              grows with length · window, not with length².
             g                   ■ ■ ■
 
+Where documents share tokens, the queries of a node see the keys of its path (`PackedBatch.tree`), which are gathered:
+the last l of them are its own. These nodes, too, are cut into tiles of queries, whose masks hide a triangle each.
+
 On other devices it calls `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled.
 """
 
@@ -24,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import Run, heads_first, repeat_heads, runs, tokens_first
+from multipack.ops.attention.runs import (
+    Run,
+    gathered,
+    heads_first,
+    path_runs,
+    repeat_heads,
+    runs,
+    tokens_first,
+)
 from multipack.ops.autocast import at_least_float32
 
 FLOAT32_TOKENS = 512
@@ -39,6 +50,9 @@ TILE_TOKENS = 128
 """Minimum number of queries in a tile of a sliding window: with smaller tiles, kernel calls cost more time than the
 skipped pairs save."""
 
+PATH_TILE_TOKENS = 512
+"""Queries in a tile of a node behind others: half of its own pairs are computed in vain, those behind it never."""
+
 
 def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """The backend `loop`: (T, H, D); arguments are those of `attention`."""
@@ -46,24 +60,31 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
         return _by_sdpa(q, k, v, batch, window)
     if k.shape[1] != q.shape[1] and not GROUPED_KERNELS:
         k, v = repeat_heads(k, q), repeat_heads(v, q)
-    out: Tensor = document_attention(q, k, v, batch.cu_seqlens, window)[0]
+    bounds = None if batch.tree is None else batch.tree.cu_seqlens_k
+    out: Tensor = document_attention(q, *gathered(k, v, batch), batch.cu_seqlens, window, bounds)[0]
     return out.to(q.dtype)
 
 
-def _tiles(length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a document: slices of its queries, and of the keys that any of them sees."""
-    size = max(window, TILE_TOKENS)
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        yield slice(start, stop), slice(max(0, start - window + 1), stop)
+def _tiles(queries: int, keys: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of a document or node: slices of its queries, and of the keys that any of them sees.
+
+    The queries have the positions of the last keys.
+    """
+    size, before = max(window, TILE_TOKENS) if window < keys else PATH_TILE_TOKENS, keys - queries
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        yield slice(start, stop), slice(max(0, before + start - window + 1), before + stop)
 
 
-def _band(queries: slice, keys: slice, window: int, like: Tensor) -> Tensor | None:
-    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent."""
-    if queries.stop <= window:
+def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -> Tensor | None:
+    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent.
+
+    The first query has the position of key `before`.
+    """
+    if not before and queries.stop <= window:
         return None
     rows, columns = (torch.arange(x.start, x.stop, device=like.device) for x in (queries, keys))
-    distance = rows[:, None] - columns
+    distance = rows[:, None] + before - columns
     unseen = (distance < 0) | (distance >= window)
     return like.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
 
@@ -76,6 +97,17 @@ def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
             f"cu_seqlens must go from 0 to {slots:,}, the tokens of q; got {starts[0]} … {starts[-1]}"
         )
     return [stop - start for start, stop in pairwise(starts)]
+
+
+def _runs(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None
+) -> tuple[list[Run], list[Run]]:
+    """Runs of the queries, and of their keys."""
+    lengths = _lengths(cu_seqlens, len(q))
+    if cu_seqlens_k is None:
+        found = list(runs(lengths))
+        return found, found
+    return path_runs(lengths, _lengths(cu_seqlens_k, len(k)))
 
 
 def _kernel_dtypes(found: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
@@ -96,13 +128,15 @@ def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> l
 def _attend(
     window: int | None, kernel: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of `kernel` for a run, tile by tile with a window; tensors are (documents, H, l, …)."""
-    if window is None or window >= q.shape[2]:
+    """The results of `kernel` for a run, tile by tile with a window or a path; tensors are (documents, H, l, …)."""
+    keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    window = keys if window is None else min(window, keys)
+    if not before and window == keys:
         return kernel(q, k, v, is_causal=True)
     parts = []
-    for queries, keys in _tiles(q.shape[2], window):
-        band = _band(queries, keys, window, q)
-        tile = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+    for rows, columns in _tiles(q.shape[2], keys, window):
+        band = _band(rows, columns, before, window, q)
+        tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         parts.append(kernel(*tile, is_causal=band is None, attn_mask=band))
     return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
@@ -112,21 +146,23 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of a run; tensors are (documents, H, l, …)."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if window is None or window >= q.shape[2]:
+    keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    window = keys if window is None else min(window, keys)
+    if not before and window == keys:
         dq, dk, dv = kernel(upstream, q, k, v, out, lse, 0.0, True)
         return dq, dk, dv
     # Tiles have keys in common, whose gradients are summed.
     parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys in _tiles(q.shape[2], window):
-        band = _band(queries, keys, window, q)
-        tile = q[:, :, queries], k[:, :, keys], v[:, :, keys]
-        part_lse = lse[:, :, queries].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`
+    for rows, columns in _tiles(q.shape[2], keys, window):
+        band = _band(rows, columns, before, window, q)
+        tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        part_lse = lse[:, :, rows].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`
         found = kernel(
-            upstream[:, :, queries], *tile, out[:, :, queries], part_lse, 0.0, band is None, attn_mask=band
+            upstream[:, :, rows], *tile, out[:, :, rows], part_lse, 0.0, band is None, attn_mask=band
         )
         parts.append(found[0])
-        dk[:, :, keys] += found[1]
-        dv[:, :, keys] += found[2]
+        dk[:, :, columns] += found[1]
+        dv[:, :, columns] += found[2]
     return torch.cat(parts, dim=2), dk, dv
 
 
@@ -135,27 +171,35 @@ def _gradients(
     "multipack::document_attention",
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window, Tensor? cu_seqlens_k=None)"
+    " -> (Tensor, Tensor)",
 )
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention inside each document on a CPU, and its log-sum-exp.
 
     Args:
         q: (T, H, D).
-        k: (T, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
-        v: (T, K, D).
+        k: (S, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
+        v: (S, K, D).
         cu_seqlens: (N + 1,) starts of the documents and T; empty documents are skipped.
         window: as for `attention`.
+        cu_seqlens_k: (N + 1,) starts of the keys that each document's queries see, and S. The queries have the
+            positions of the last of them. None = the bounds of the queries, S = T.
 
     Returns:
         (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
         unrounded result.
     """
-    found = list(runs(_lengths(cu_seqlens, len(q))))
-    dtypes = _kernel_dtypes(found, window, q.dtype)
-    inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
+    found, paths = _runs(q, k, cu_seqlens, cu_seqlens_k)
+    dtypes = _kernel_dtypes(paths, window, q.dtype)
+    inputs = zip(*(_by_run(x, each, dtypes) for x, each in ((q, found), (k, paths), (v, paths))), strict=True)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     parts = zip(*(_attend(window, kernel, *each) for each in inputs), strict=True)
     out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
@@ -163,7 +207,14 @@ def document_attention(
 
 
 @document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     dtype = at_least_float32(q.dtype)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
 
@@ -172,8 +223,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -
     "multipack::document_attention_backward",
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt? window)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt? window,"
+    " Tensor? cu_seqlens_k) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     upstream: Tensor,
@@ -184,12 +235,13 @@ def _backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
+    cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    found = list(runs(_lengths(cu_seqlens, len(q))))
-    dtypes = _kernel_dtypes(found, window, q.dtype)
-    tensors = [_by_run(x, found, dtypes) for x in (upstream, q, k, v, out)]
-    inputs = zip(*tensors, heads_first(lse, found), strict=True)
+    found, paths = _runs(q, k, cu_seqlens, cu_seqlens_k)
+    dtypes = _kernel_dtypes(paths, window, q.dtype)
+    places = (upstream, found), (q, found), (k, paths), (v, paths), (out, found)
+    inputs = zip(*(_by_run(x, each, dtypes) for x, each in places), heads_first(lse, found), strict=True)
     parts = zip(*(_gradients(window, *each) for each in inputs), strict=True)
     dq, dk, dv = (tokens_first(each).to(q.dtype) for each in parts)
     return dq, dk, dv
@@ -205,17 +257,19 @@ def _(
     lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
+    cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    q, k, v, cu_seqlens, ctx.window, cu_seqlens_k = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
 
 
 def _autograd_backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(upstream, *ctx.saved_tensors, ctx.window), None, None)
+    *saved, cu_seqlens_k = ctx.saved_tensors
+    return (*_backward(upstream, *saved, ctx.window, cu_seqlens_k), None, None, None)
 
 
 document_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -224,9 +278,13 @@ document_attention.register_autograd(_autograd_backward, setup_context=_setup_co
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """Attention by `scaled_dot_product_attention` on any device, without a device synchronization."""
     grouped, found = k.shape[1] != q.shape[1], list(runs(batch.lengths))
+    paths = found
+    if batch.tree is not None:
+        found, paths = path_runs(batch.lengths, batch.tree.lengths_k)
+        k, v = gathered(k, v, batch)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> tuple[Tensor]:
         return (F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **mask),)
 
-    inputs = zip(*(heads_first(x, found) for x in (q, k, v)), strict=True)
+    inputs = zip(heads_first(q, found), heads_first(k, paths), heads_first(v, paths), strict=True)
     return tokens_first([_attend(window, kernel, *each)[0] for each in inputs])

@@ -6,6 +6,11 @@
 
 These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
 computed on the device of `cu_seqlens`, without a synchronization.
+
+Where documents share tokens, the slots that a position sees are no range; those that see it are:
+
+    nodes            p p p a a b        documents p p p a a and p p p b
+    ends             6 6 6 5 5 6        slot i is seen from i … ends[i] − 1 (`PackedTree.ends`)
 """
 
 from __future__ import annotations
@@ -32,7 +37,14 @@ def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
 
     Returns:
         (T,) in the dtype of `cu_seqlens`, on its device.
+
+    Raises:
+        ValueError: documents share tokens, so that a position does not see a range.
     """
+    if batch.tree is not None:
+        raise ValueError(
+            "the documents of this pack share tokens: use document_mask, or data.share_prefixes=off"
+        )
     starts = batch.cu_seqlens
     positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
     # T, at the end of cu_seqlens, is greater than every position, so bucketize never returns it.
@@ -47,9 +59,24 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
         (T, T) bool on the batch's device: row i, column j is True where token i sees token j. T² bytes, 1 GiB
         at T = 32,768: for tests and comparison.
     """
+    if batch.tree is not None:
+        slots = torch.arange(batch.input_ids.shape[0], device=batch.cu_seqlens.device)
+        return tree_sees(batch, window)(slots[:, None], slots)
     first = first_visible(batch, window)
     positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
     return (positions >= first[:, None]) & (positions <= positions[:, None])
+
+
+def tree_sees(batch: PackedBatch, window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of slots of queries and slots of keys: whether a query of a tree sees a key, as bool."""
+    assert batch.tree is not None
+    ends, depths = batch.tree.ends, batch.position_ids
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query < ends[key])
+        return seen if window is None else seen & (depths[query] - depths[key] < window)
+
+    return sees
 
 
 def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:

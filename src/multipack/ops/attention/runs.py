@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from multipack.data.batch import PackedBatch
+
 
 class Run(NamedTuple):
     """Neighboring documents of equal length.
@@ -27,6 +29,25 @@ def runs(lengths: Iterable[int]) -> Iterator[Run]:
     for length, equal in groupby(lengths):
         if length:
             yield Run(len(list(equal)), length)
+
+
+def path_runs(lengths: Iterable[int], paths: Iterable[int]) -> tuple[list[Run], list[Run]]:
+    """Runs of nodes of a tree with equal lengths and equally long paths: of their tokens, and of their paths."""
+    found, behind = list[Run](), list[Run]()
+    for (length, path), equal in groupby(zip(lengths, paths, strict=True)):
+        if length:
+            count = len(list(equal))
+            found.append(Run(count, length))
+            behind.append(Run(count, path))
+    return found, behind
+
+
+def gathered(k: Tensor, v: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Keys and values (S, …) in the order of the bounds of keys; where no tokens are shared, as they are."""
+    if batch.tree is None:
+        return k, v
+    slots = batch.tree.key_slots
+    return k.index_select(0, slots), v.index_select(0, slots)
 
 
 def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
