@@ -5,12 +5,16 @@ import math
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from hf_models import dequantize, run_words, save_model
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.integrations import attention_interface
 from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
@@ -19,6 +23,7 @@ from multipack.ops.lora import FORMATS
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export
+from multipack.training.foreign_checks import check_isolated
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
@@ -70,6 +75,46 @@ def test_a_pack_equals_its_documents_alone(kind, tmp_path):
     for name, each in trained.items():
         scale = gradients[names[name]].abs().max().clamp(min=1.0)
         torch.testing.assert_close(each.grad / scale, gradients[names[name]] / scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpt_oss",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "deepseek_v3", "opt", "phi")),
+    ],
+)
+def test_documents_that_share_tokens_equal_those_that_do_not(kind, tmp_path):
+    save_model(kind, tmp_path)
+    model, found = model_of(tmp_path), []
+    begin, span = list(range(20, 32)), np.array([[3, 15]])
+    texts = [*begin, 7, 8, 9], [*begin, 40, 41, 42], [*begin[:5], *range(90, 100)]
+    documents = [Document(np.array(text, dtype=np.uint16), span) for text in texts]
+    for min_prefix in (None, 1):
+        batch = PackedCollator(3, 15, min_prefix=min_prefix)(documents)
+        loss = model(batch)
+        found.append(
+            (loss.detach(), torch.autograd.grad(loss, [*model.blocks.parameters()], allow_unused=True))
+        )
+    assert batch.num_slots == 12 + 3 + 3 + 10
+    torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-5, atol=0)
+    for each, other in zip(*(gradients for _, gradients in found), strict=True):
+        if each is not None:
+            torch.testing.assert_close(other, each, rtol=1e-4, atol=1e-5)
+
+
+def test_code_that_cannot_share_tokens_is_refused(tmp_path, monkeypatch):
+    save_model("phi", tmp_path)
+    shape = foreign_shape(str(tmp_path))
+    check_isolated(shape, torch.device("cpu"), shares=True)
+    monkeypatch.setattr(
+        attention_interface,
+        "_tree",
+        lambda bounds, *_: attention_interface._batch(tuple(bounds[:-1]), bounds[-1], torch.device("cpu")),
+    )
+    check_isolated(shape, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"model=hf:.*use data\.share_prefixes=off"):
+        check_isolated(shape, torch.device("cpu"), shares=True)
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])

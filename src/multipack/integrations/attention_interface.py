@@ -18,6 +18,7 @@ The documents' bounds are read on the host once a pass; on a GPU this waits for 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from multipack.data.batch import PackedBatch
+from multipack.data.batch import PackedBatch, PackedTree, rounded
 from multipack.integrations.row_mask import NAME, RowMask, make_mask, refuse
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
@@ -83,6 +84,7 @@ def attend(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    key_slots: Tensor | None = None,
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -90,7 +92,9 @@ def attend(
 
     query is (B, H, Q, D), key (B, K, S, D), value (B, K, S, V); attention_mask is the result of `make_mask` or the
     user's dense mask; s_aux are (H,) attention sinks; cu_seq_lens_q and _k are the same starts of the documents of the
-    flattened rows, and their end; position_ids is (B, T) or (1, T). Other arguments are passed on to sdpa attention.
+    flattened rows, and their end; position_ids is (B, T) or (1, T). With key_slots, documents share tokens: it and the
+    bounds are those of a pack (`PackedTree`), cu_seq_lens_k of the paths. Other arguments are passed on to sdpa
+    attention.
 
     Returns:
         (B, Q, H, V), and None in place of the weights.
@@ -108,7 +112,7 @@ def attend(
         batch = None
     else:
         special = softcap is not None or s_aux is not None
-        bounds = cu_seq_lens_q, cu_seq_lens_k
+        bounds = cu_seq_lens_q, cu_seq_lens_k, key_slots
         batch = _documents(query, key, rows, bounds, position_ids, causal, special)
     if batch is not None:
         if not causal and rows is None:
@@ -181,7 +185,7 @@ def _documents(
     query: Tensor,
     key: Tensor,
     mask: RowMask | None,
-    bounds: tuple[Tensor | None, Tensor | None],
+    bounds: tuple[Tensor | None, Tensor | None, Tensor | None],
     position_ids: Tensor | None,
     causal: bool,
     special: bool,
@@ -191,7 +195,7 @@ def _documents(
     With `special`, each row is a document even where plain causal attention is meant: sdpa has no soft cap.
     """
     rows, slots = query.shape[0], query.shape[2]
-    given, keys = bounds
+    given, keys, key_slots = bounds
     if given is not None:
         if key.shape[2] != slots:
             refuse(
@@ -209,6 +213,8 @@ def _documents(
     limits = None if mask is None else (mask.starts, mask.window)
 
     def make() -> PackedBatch | None:
+        if given is not None and keys is not None and key_slots is not None:
+            return _tree(given.tolist(), keys, key_slots, mask)
         if given is not None:
             starts = _given_starts(given, keys, rows * slots)
         elif position_ids is not None:
@@ -264,13 +270,46 @@ def _batch(starts: tuple[int, ...], slots: int, device: torch.device) -> PackedB
         targets=nothing,
         position_ids=nothing,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
-        max_seqlen=-(-max(lengths) // 128) * 128,
+        max_seqlen=rounded(max(lengths)),
         num_documents=len(lengths),
         num_tokens=slots,
         num_target_tokens=0,
         lengths=lengths,
         longest=max(lengths),
         denominator=0,
+    )
+
+
+def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMask | None) -> PackedBatch:
+    """A pack without tokens whose documents share tokens, from the bounds of its nodes and of their paths."""
+    starts, slots, device = tuple(bounds[:-1]), bounds[-1], key_slots.device
+    if _with_chunks(starts, mask, slots) != starts:
+        refuse("chunked attention of documents that share tokens", "use data.share_prefixes=off")
+    lengths = tuple(stop - start for start, stop in pairwise(bounds))
+    paths = tuple(stop - start for start, stop in pairwise(key_bounds.tolist()))
+    sizes, stops = torch.tensor(lengths), torch.tensor(bounds[1:])
+    before = (torch.tensor(paths) - stops).repeat_interleave(sizes, output_size=slots)
+    seen_to = stops.repeat_interleave(torch.tensor(paths)).to(device)
+    ends = torch.zeros(slots, dtype=seen_to.dtype, device=device)
+    ends = ends.scatter_reduce(0, key_slots, seen_to, "amax").to(torch.int32)
+    nothing = torch.empty(0, dtype=torch.long, device=device)
+    tree = PackedTree(
+        key_slots=key_slots,
+        cu_seqlens_k=key_bounds,
+        max_seqlen_k=rounded(max(paths)),
+        lengths_k=paths,
+        ends=ends,
+        loss_slots=nothing,
+        target_rows=nothing,
+        target_bounds=nothing,
+        last_slots=nothing,
+    )
+    return replace(
+        _batch(starts, slots, device),
+        lengths=lengths,
+        longest=max(paths),
+        position_ids=(torch.arange(slots) + before).to(device),
+        tree=tree,
     )
 
 

@@ -120,8 +120,15 @@ def _cross_entropy(
 ) -> Tensor:
     """As `linear_cross_entropy`; all rows are projected, also those without a target."""
     if shared is not None:  # rows with several targets
-        terms = {"z_loss": z_loss, "label_smoothing": label_smoothing, "shared": shared}
-        return linear_cross_entropy(hidden, weight, targets, num_targets=num_targets, **terms)
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            num_targets=num_targets,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            shared=shared,
+        )
     if not torch.is_grad_enabled():  # the kernel computes gradients wherever inputs have them
         hidden, weight = hidden.detach(), weight.detach()
     products = in_autocast_dtype(hidden), in_autocast_dtype(weight)

@@ -292,7 +292,7 @@ class _Head:
             found.append(tile[1:])
         of_rows, logit = _merge(found)
         if group is not None:
-            sizes = of_rows.numel(), logit.numel()
+            sizes = [of_rows.numel(), logit.numel()]
             merged, ranks = torch.cat([of_rows.flatten(), logit.flatten()]), dist.get_world_size(group)
             gathered = merged.new_empty(ranks * len(merged))
             _all_gather(gathered, merged, group=group)

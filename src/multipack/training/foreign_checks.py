@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from typing import Any
 
+import numpy as np
 import torch
 
+from multipack.data.batch import IGNORE
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.integrations.probe import isolation_probe
 from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, foreign_shape, open_foreign, read_config
+from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape
 
 TOLERANCE = 1e-4
@@ -55,10 +61,11 @@ def check_settings(config: Any) -> None:
         )
 
 
-def check_isolated(shape: ModelShape, device: torch.device) -> None:
+def check_isolated(shape: ModelShape, device: torch.device, shares: bool = False) -> None:
     """Check the code of `shape.architecture` on a tiny model of it, with random weights, on this device.
 
-    Its logits equal those of transformers' own forward pass, and documents in a pack do not change each other.
+    Its logits equal those of transformers' own forward pass, and documents in a pack do not change each other. If it is
+    to compute packs whose documents share tokens (`shares`), their log-probabilities equal those of other packs.
 
     Raises:
         ValueError: not so; the message is the probe's reason.
@@ -86,3 +93,28 @@ def check_isolated(shape: ModelShape, device: torch.device) -> None:
         raise ValueError(
             f"{where} is not supported: its logits are not the product of hidden states and the head's matrix"
         )
+    if shares and not (distance := _shared_error(model, device)) <= TOLERANCE:
+        raise ValueError(
+            f"{where} cannot compute documents that share tokens (data.share_prefixes): log-probabilities of a tiny"
+            f" model of it differ by {distance:.2g}; use data.share_prefixes=off"
+        )
+
+
+@torch.no_grad()
+def _shared_error(model: Decoder, device: torch.device) -> float:
+    """Largest difference of the log-probabilities of documents that share tokens; infinite if they are an error."""
+    begin, spans = list(range(4, 12)), np.array([[0, 11]])
+    texts = [*begin, 12, 13, 14], [*begin, 15, 16, 4], [4, 5, 6, 7, 17, 18, 19, 20, 21, 22, 23]
+    documents = [Document(np.array(text, dtype=np.uint16), spans) for text in texts]
+    found = []
+    for min_prefix in (None, 1):
+        batch = PackedCollator(3, 11, min_prefix=min_prefix)(documents).to(device)
+        try:
+            hidden = model.hidden(batch)
+        except (TypeError, ValueError, RuntimeError):
+            return math.inf
+        logs = linear_log_probabilities(
+            hidden, model.output_weight, batch.targets, **model.loss_options(batch)
+        )
+        found.append(logs[batch.targets != IGNORE])
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
