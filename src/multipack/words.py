@@ -166,7 +166,7 @@ def _text(value: Any) -> str:
     """A value as in a word."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else str(value)
+    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 @functools.cache  # OmegaConf needs ten times as long as a copy
@@ -312,8 +312,8 @@ def _field_docstrings(schema: type) -> dict[str, str]:
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(hint))
-    if typing.get_origin(hint) is list:
-        return "numbers" if typing.get_args(hint) == (float,) else "names"
+    if typing.get_origin(hint) in (list, tuple):
+        return "numbers" if typing.get_args(hint)[0] is float else "names"
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true|false"}.get(
         getattr(hint, "__name__", str(hint)), str(hint)
     )

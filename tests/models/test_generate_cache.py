@@ -52,7 +52,7 @@ def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa", "olmo3", "gemma2"], indirect=True)
+@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa", "olmo3", "gemma2", "phi3-long"], indirect=True)
 def test_greedy_with_the_cache_equals_the_whole_forward_pass(model):
     for context, length, count in ((16, 3, 20), (16, 16, 6), (16, 40, 6), (LONG, 9, 70)):
         grown = longer(model, context)

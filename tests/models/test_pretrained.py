@@ -27,18 +27,23 @@ NAMES = [
         "linear",
         "dynamic",
         "yarn",
+        "longrope",
     ),
     *(
         "mistral",
         "ministral",
+        "ministral3",
         "qwen2",
         "qwen3",
         "gemma",
         "gemma2",
+        "vaultgemma",
         "gemma3_text",
         "phi3",
+        "phi3-long",
         "olmo2",
         "olmo3",
+        "exaone4",
         "smollm3",
     ),
     *("granite", "seed_oss", "starcoder2"),
@@ -132,12 +137,12 @@ def test_transformers_computes_the_same_logits_from_our_files(model, folder, sam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", [name for name in NAMES if name != "dynamic"], indirect=True
-)  # scales by the row
+    "shape", [name for name in NAMES if name not in ("dynamic", "longrope", "phi3-long")], indirect=True
+)  # the longest row of a batch decides there
 def test_transformers_computes_the_same_scores(shape, folder, pack, documents, transformers):
     """At the last token of each row of a padded batch, those of a decoder with scores; read back bit for bit."""
-    if shape.logit_divisor != 1.0:
-        with pytest.raises(ValueError, match="transformers has no granite with scores"):
+    if (kind := config_of(shape)["model_type"]) in ("granite", "vaultgemma"):
+        with pytest.raises(ValueError, match=f"transformers has no {kind} with scores"):
             config_of(dataclasses.replace(shape, scores=1))
         return
     model = Decoder(dataclasses.replace(shape, scores=1)).eval()
@@ -262,6 +267,29 @@ def test_mistral_has_the_same_window(transformers, folder, same_logits, window):
     assert load_weights(where)[0] == shape_there(model.shape)
 
 
+def test_names_and_files_of_families_that_are_others(transformers):
+    """Phi-3.5's settings as in its files, and Llama under other names."""
+    long = {"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [1.5, 4.0]}
+    size = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    phi = {**size, "model_type": "phi3", "intermediate_size": 48, "vocab_size": 9, "pad_token_id": None}
+    phi |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": long}
+    shape = decoder_shape({**phi, "partial_rotary_factor": 0.5})
+    assert (shape.rope_factor, shape.rope_factors, shape.rope_context) == (4.0, (1.0, 1.1, 1.5, 4.0), 16)
+    made = transformers.AutoConfig.for_model(**phi, partial_rotary_factor=0.5)
+    rotary = transformers.AutoModelForCausalLM.from_config(made).model.rotary_emb
+    for length in (16, 17):
+        cosine, sine = rotary(torch.ones(1), torch.arange(length)[None])
+        slots = torch.full((length,), length) if length > 16 else None
+        found = rotary_tables(torch.arange(length), shape, torch.float32, document_slots=slots)
+        torch.testing.assert_close(found[0][:, 0], cosine[0, :, :2])
+        torch.testing.assert_close(found[1][:, 0], sine[0, :, :2])
+    for name in ("internlm3", "iquestcoder"):
+        assert decoder_shape({**LLAMA_CONFIG, "model_type": name}) == decoder_shape(LLAMA_CONFIG)
+        bare = {key: value for key, value in LLAMA_CONFIG.items() if key != "head_dim"} | {"model_type": name}
+        assert decoder_shape(bare).head_width == 128
+        assert transformers.AutoConfig.for_model(name).head_dim == 128
+
+
 def test_files_without_a_head_and_with_old_buffers(model, folder):
     where = folder(model)
     tensors = load_file(where / "model.safetensors")
@@ -331,6 +359,8 @@ def test_tied_embeddings_that_differ_are_refused(folder):
 
 
 LLAMA_CONFIG = config_of(ModelShape(1, 2, 1, 16, 24, vocabulary_size=20))
+LONG_ROPE = {"type": "su", "short_factor": [1], "long_factor": [2], "original_max_position_embeddings": 4}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 GPT2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
 
@@ -346,6 +376,9 @@ def test_unsupported_models_are_refused(tmp_path):
         (LLAMA_CONFIG, {"attention_bias": True}, "attention_bias=True, mlp_bias=False"),
         (LLAMA_CONFIG, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling="),
         (LLAMA_CONFIG, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters="),
+        (LLAMA_CONFIG, {"rope_parameters": {"rope_type": "longrope", "long_factor": [1]}}, "rope_param"),
+        (LLAMA_CONFIG, {"rope_parameters": LONG_ROPE}, "rope_factors must hold 8 .* got 2"),
+        (LLAMA_CONFIG, {"model_type": "phi3", "rope_scaling": LINEAR, "rope_parameters": LINEAR}, "rope_sc"),
         (LLAMA_CONFIG, {"quantization_config": {"bits": 4}}, "quantization_config="),
         (LLAMA_CONFIG, {"num_key_value_heads": 3}, r"config\.json: .*kv_heads=3"),
         (GPT2_CONFIG, {"activation_function": "gelu"}, "activation_function='gelu'"),

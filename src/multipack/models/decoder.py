@@ -267,24 +267,25 @@ class Decoder(nn.Module):
             dtype: dtype of the hidden states; the tables are float64 for float64, else float32.
             windowed: whether for layers with a window.
         """
-        shape, slots = self.shape, None
+        shape, positions, slots = self.shape, batch.position_ids, None
         if shape.positions == "learned":
             return None
-        if shape.rope_type == "dynamic" and shape.rope_factor != 1.0 and batch.longest > shape.context:
+        if (name := shape.rotation_limit) and batch.longest > getattr(shape, name):
+            reason = ""
             if batch.tree is not None:
+                reason = "and documents that share tokens have several: use data.share_prefixes=off"
+            elif sum(batch.lengths) != len(positions):
+                reason = "which parallel.context divides: use parallel.context=1"
+            if reason:
                 raise ValueError(
-                    f"model.rope_type=dynamic rotates a document of {batch.longest:,} tokens, more than"
-                    f" model.context={shape.context:,}, by its length, and documents that share tokens have several:"
-                    " use data.share_prefixes=off, or another model.rope_type"
+                    f"model.rope_type={shape.rope_type} rotates a document of {batch.longest:,} tokens, more than"
+                    f" model.{name}={getattr(shape, name):,}, by its length, {reason}, or another model.rope_type"
                 )
             bounds = batch.cu_seqlens.long()
-            slots = bounds.diff().repeat_interleave(bounds.diff())
-            if len(slots) != len(batch.position_ids):
-                raise ValueError(
-                    f"model.rope_type=dynamic rotates a document of {batch.longest:,} tokens, more than"
-                    f" model.context={shape.context:,}, by its length, which parallel.context divides: use"
-                    " parallel.context=1, or another model.rope_type"
-                )
+            # A text of which only the newest token is computed has the length of its position.
+            slots = (positions[bounds[1:] - 1] + 1).repeat_interleave(
+                bounds.diff(), output_size=len(positions)
+            )
         return rotary_tables(batch.position_ids, shape, at_least_float32(dtype), windowed, slots)
 
     def _rotations(self, batch: PackedBatch, dtype: torch.dtype) -> list[Rotation | None]:

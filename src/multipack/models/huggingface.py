@@ -36,12 +36,13 @@ _FREE = (
         "dropout",
     ),
     *("norm_eps", "rope_theta", "rope_type", "rope_factor", "rope_context", "rope_attention", "unsupported"),
+    "rope_factors",
     *("window_layers", "qkv_bias", "scores"),
 )
 """Fields that models of every family choose, or that are compared by their effect."""
 _SCORE = "score.weight"
 """The head of scores, here and in transformers."""
-_CLASSIFIERS = {"gemma3_text": "Gemma3TextForSequenceClassification", "granite": ""}
+_CLASSIFIERS = {"gemma3_text": "Gemma3TextForSequenceClassification", "granite": "", "vaultgemma": ""}
 """Family → class of transformers with a head of scores, where its name does not follow from the architecture's."""
 
 
@@ -71,6 +72,10 @@ def _differing(shape: ModelShape, family: Family) -> list[str]:
     found = [name for name, value in fixed.items() if getattr(shape, name) != value]
     if not (shape.bias or family.always_bias) and shape.qkv_bias != family.switches.get("qkv_bias", False):
         found.append("qkv_bias")
+    if shape.rope_factor != 1.0 and shape.rope_type not in family.rope_types:
+        found.append("rope_type")
+    if family.settings.get("unrotated_every") == "layer_types" and shape.unrotated_every != shape.full_every:
+        found.append("unrotated_every")
     found += ["window_layers"] if shape.window_layers not in (0, shape.layers) else []
     scalar = (shape.attention_scale or shape.head_width**-0.5) ** -2
     if (
@@ -262,6 +267,8 @@ def _written_settings(shape: ModelShape, family: Family) -> dict[str, Any]:
             found |= {"sliding_window_pattern": value} if value else {}
         elif field == "rope_width":
             found[name] = shape.rotary_width / shape.head_width
+        elif name in ("layer_types", "llama_4_scaling_beta"):
+            continue  # written with `full_every`, and in rope_parameters
         elif field == "unrotated_every":
             found |= {name: rotated_layers(shape.layers, value), "use_sliding_window": False}
             found |= {"no_rope_layer_interval": value} if value else {}
@@ -278,23 +285,34 @@ def _written_settings(shape: ModelShape, family: Family) -> dict[str, Any]:
 def _written_rotation(shape: ModelShape, family: Family) -> dict[str, Any]:
     """The settings of rotary positions in both spellings: transformers 4 reads the first, 5 the second."""
     scaling: dict[str, Any] = {}
+    before: dict[str, Any] = {}
     if shape.rope_factor != 1.0:
         scaling = {"rope_type": shape.rope_type, "factor": shape.rope_factor}
         if shape.rope_type in ("llama3", "yarn"):
             scaling["original_max_position_embeddings"] = shape.rope_context
         if shape.rope_type == "llama3":
             scaling |= LLAMA3_SCALING
-        if shape.rope_type == "yarn" and shape.rope_attention:
+        if shape.rope_type in ("yarn", "longrope") and shape.rope_attention:
             scaling["attention_factor"] = shape.rope_attention
+        if shape.rope_type == "longrope":
+            half = len(shape.rope_factors) // 2
+            scaling["short_factor"] = [*shape.rope_factors[:half]]
+            scaling["long_factor"] = [*shape.rope_factors[half:]]
+            before["original_max_position_embeddings"] = shape.rope_context
+            if shape.rope_factor == shape.context / shape.rope_context:
+                del scaling["factor"]  # transformers 4 expects no more of Phi-3 than the lists
+    if shape.attention_growth:
+        scaling = {"rope_type": "default", **scaling, "llama_4_scaling_beta": shape.attention_growth}
+        scaling["original_max_position_embeddings"] = shape.rope_context
     plain = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    both: dict[str, Any] = {**plain, **scaling}
+    both: dict[str, Any] = {**plain, **scaling, **before}
     if "rope_width" in family.settings:
         both["partial_rotary_factor"] = shape.rotary_width / shape.head_width
     if family.own_rotation:
         local = {**plain, "rope_theta": shape.window_theta or shape.rope_theta}
         both = {"full_attention": both, "sliding_attention": local}
     old = {"rope_theta": shape.rope_theta, **({"rope_scaling": scaling} if scaling else {})}
-    return {**old, "rope_parameters": both}
+    return {**old, **before, "rope_parameters": both}
 
 
 def scores_of(config: Mapping[str, Any]) -> int:

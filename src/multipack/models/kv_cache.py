@@ -105,7 +105,7 @@ class KeyValueCache:
             num_tokens=count,
             num_target_tokens=0,
             lengths=(1,) * count,
-            longest=1,
+            longest=max(self.lengths),
             denominator=0,
         )
 

@@ -122,6 +122,7 @@ class Attention(nn.Module):
         self.head_norm = shape.head_norm
         # Backends multiply by 1 / √D.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
+        self.growth, self.trained_context = shape.attention_growth, shape.rope_context
         self.attend: Attend = (
             partial(capped_attention, shape.attention_cap) if shape.attention_cap else attention
         )
@@ -142,6 +143,9 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, heads)
         if self.scale != 1.0:
             query = query * self.scale
+        if self.growth:
+            factor = 1.0 + self.growth * torch.log1p(batch.position_ids // self.trained_context)
+            query = query * factor.to(query.dtype)[:, None, None]
         if rotation is not None:
             query, key = self.rotate(query, key, rotation)
         values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)

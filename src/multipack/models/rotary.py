@@ -7,6 +7,11 @@ Scalings extend the context of a trained model; low frequencies are those that t
     dynamic    θ grows with documents that are longer than the trained context
     llama3     low frequencies are divided, high ones kept, those between interpolated (Llama 3.1)
     yarn       the same with other bounds, and a factor of cosines and sines (Peng et al. 2023, arXiv:2309.00071)
+    longrope   a divisor for each frequency, another one in documents that are longer than the trained context, and a
+               factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753)
+
+Where the length counts (dynamic, longrope) it is that of each document, as in a batch of that document alone: packs and
+batches have no influence.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ def rotary_tables(
         shape: of the decoder.
         dtype: float32 or wider; bfloat16 has 8 significant bits, too few to distinguish neighboring positions.
         windowed: whether for layers with a window, if they have frequencies of their own.
-        document_slots: (T,) slots of each token's document, for `dynamic` scaling; None = no document is longer than
-            the model's context.
+        document_slots: (T,) slots of each token's document, for `dynamic` and `longrope`; None = no document is longer
+            than the limit (`ModelShape.rotation_limit`).
 
     Returns:
         Two (T, 1, D/2) tensors of `dtype`, ready to broadcast over heads.
@@ -52,7 +57,12 @@ def rotary_tables(
     frequencies = 1.0 / theta ** (exponents / shape.rotary_width)
     factor = 1.0
     if shape.rope_factor != 1.0 and not own:
-        frequencies = _scaled(frequencies, shape)
+        if shape.rope_type == "longrope":
+            frequencies = frequencies / _divisors(shape, frequencies, document_slots)
+            factor = 1.0 + math.log(shape.rope_factor) / math.log(shape.rope_context)
+            factor = shape.rope_attention or math.sqrt(factor)
+        else:
+            frequencies = _scaled(frequencies, shape)
         if shape.rope_type == "yarn":
             factor = shape.rope_attention or 0.1 * math.log(shape.rope_factor) + 1.0
     angles = position_ids.to(dtype)[:, None, None] * frequencies
@@ -81,6 +91,12 @@ def _scaled(frequencies: Tensor, shape: ModelShape) -> Tensor:
         elements = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
         kept = 1.0 - ((elements - low) / (high - low or 0.001)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / shape.rope_factor)
+
+
+def _divisors(shape: ModelShape, like: Tensor, slots: Tensor | None) -> Tensor:
+    """(D/2,) divisors of longrope's frequencies, or (T, 1, D/2) where documents differ in them."""
+    short, long = torch.tensor(shape.rope_factors, dtype=like.dtype, device=like.device).chunk(2)
+    return short if slots is None else torch.where(slots[:, None, None] > shape.rope_context, long, short)
 
 
 def _dynamic_theta(shape: ModelShape, slots: Tensor) -> Tensor:

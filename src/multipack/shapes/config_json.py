@@ -18,7 +18,7 @@ from multipack.shapes.families import BY_TYPE, SQRT_WIDTH, Family
 
 _GATED = (
     *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "smollm3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "vaultgemma", "gemma3_text", "smollm3"),
     *("olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe", "glm4", "glm4_moe"),
 )
 _PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
@@ -64,6 +64,8 @@ _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA2: dict[str, Any] = {**_GEMMA, **_CAPS, "sliding_window_pattern": 2}
+_HEAD_128: dict[str, Any] = {"head_dim": 128}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
@@ -74,7 +76,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {**_TIED, "use_bias": True},
     "cohere2": {**_TIED, "sliding_window_pattern": 4},
     "gemma": {**_TIED, "head_dim": 256},
-    "gemma2": {**_GEMMA, "sliding_window_pattern": 2, **_CAPS},
+    **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA2),
     "gemma3_text": {
         **_GEMMA,
         "sliding_window_pattern": 6,
@@ -86,9 +88,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
     "gpt_oss": {"sliding_window_pattern": 2},
+    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "granite": {"attention_multiplier": 1.0},
+    **dict.fromkeys(("internlm3", "iquestcoder", "ministral3", "seed_oss"), _HEAD_128),
     "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
-    "seed_oss": {"head_dim": 128},
 }
 """Model type → defaults of fields that its files may omit."""
 
@@ -179,7 +182,11 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
             part = _real({**_mapping(config, "rope_parameters"), **config}, (name,), 1.0)
             found[field] = 0 if part == 1.0 else int(width * part)
         elif field == "unrotated_every":
-            found[field] = _unrotated_every(config, fields["layers"])
+            every = _unrotated_every(config, fields["layers"])
+            found[field] = fields.get("full_every", 0) if name == "layer_types" else every
+        elif field == "attention_growth":
+            old, new = (_mapping(config, each) for each in ("rope_scaling", "rope_parameters"))
+            found[field] = _real({**old, **new}, (name,), 0.0)
         elif field == "window_theta" and fields.get("window"):
             both = _mapping(config, "rope_parameters")
             found[field] = _real(_mapping(both, "sliding_attention"), ("rope_theta",), 0.0) or _real(
@@ -299,19 +306,25 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(scaling: Mapping[str, Any]) -> Any:
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return "longrope" if kind == "su" else kind
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of scaled rotary frequencies; none if they are not scaled, or in an unknown way."""
     kind = _type_of(config)
-    if kind not in ("llama3", "linear", "dynamic", "yarn") or not _known_rotation(config):
+    if kind == "default" or not _known_rotation(config):
         return {}
     fields: dict[str, Any] = {"rope_type": kind, "rope_factor": _real(config, ("factor",), 1.0)}
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         fields["rope_context"] = _number(
             config, ("original_max_position_embeddings", "max_position_embeddings")
         )
+    if kind == "longrope":
+        context, before = _number(config, SIZES["context"]), fields["rope_context"]
+        fields["rope_factor"] = _real(config, ("factor",), context / max(before, 1))
+        fields["rope_attention"] = _real(config, ("attention_factor",), 0.0)
+        fields["rope_factors"] = [*config["short_factor"], *config["long_factor"]]
     if kind == "yarn":
         fields["rope_attention"] = _real(config, ("attention_factor",), 0.0)
         both = [_real(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
@@ -330,24 +343,28 @@ def _known_rotation(scaling: Any, family: Family | None = None) -> bool:
     if family is not None:
         if "rope_width" not in family.settings and scaling.get("partial_rotary_factor", 1.0) != 1.0:
             return False
-        if "rope_factor" in family.switches and _type_of(scaling) != "default":
+        if _type_of(scaling) not in ("default", *family.rope_types):
             return False
     constants: dict[str, dict[str, tuple[Any, ...]]] = {
         "default": {},
         "linear": {},
         "dynamic": {},
         "llama3": {name: (value,) for name, value in LLAMA3_SCALING.items()},
+        "longrope": {},
         "yarn": {
             "beta_fast": (None, YARN_TURNS[0]),
             "beta_slow": (None, YARN_TURNS[1]),
             "truncate": (None, True),
-            "llama_4_scaling_beta": (None,),
         },
     }
     kind = str(_type_of(scaling))
-    needed = {"llama3": ("factor", "original_max_position_embeddings"), "default": ()}.get(kind, ("factor",))
+    lists = ("short_factor", "long_factor") if kind == "longrope" else ()
+    needed = {"llama3": ("factor", "original_max_position_embeddings"), "default": ()}.get(
+        kind, lists or ("factor",)
+    )
     return (
         kind in constants
+        and all(isinstance(scaling.get(name), list) for name in lists)
         and all(scaling.get(name) is not None for name in needed)
         and all(scaling.get(name) in values for name, values in constants[kind].items())
     )

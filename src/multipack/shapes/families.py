@@ -94,6 +94,7 @@ class Family:
         activation: name of the activation's setting.
         always_bias: whether all matrices and norms have biases; those that a decoder lacks are written as zeros.
         own_rotation: whether layers with and without windows have rotations of their own.
+        rope_types: scalings of rotary frequencies that transformers computes for the family.
     """
 
     model_type: str
@@ -105,6 +106,7 @@ class Family:
     activation: str = "hidden_act"
     always_bias: bool = False
     own_rotation: bool = False
+    rope_types: tuple[str, ...] = ("llama3", "linear", "dynamic", "yarn", "longrope")
 
 
 _HEAD_NORMS = {
@@ -147,11 +149,23 @@ _NO_BIAS = {"attention_bias": (False,)}
 _GEMMA: dict[str, Any] = {"norm": "rmsnorm+1", "activation": "geglu", "embedding_scale": SQRT_WIDTH}
 _OLMO: dict[str, Any] = {"norms": "after", "head_norm": "all"}
 _SOME_WINDOWS = {"window": "sliding_window", "full_every": "layer_types"}
+_GEMMA2 = {
+    **_SOME_WINDOWS,
+    "attention_scale": "query_pre_attn_scalar",
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", settings={"bias": "attention_bias"}, supported=_SILU),
     Family("mistral", "MistralForCausalLM", settings={"window": "sliding_window"}, supported=_SILU),
     Family("ministral", "MinistralForCausalLM", settings=_SOME_WINDOWS, supported=_SILU),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        settings={"window": "sliding_window", "attention_growth": "llama_4_scaling_beta"},
+        supported=_SILU,
+    ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
@@ -175,14 +189,20 @@ FAMILIES = (
         "gemma2",
         "Gemma2ForCausalLM",
         switches={**_GEMMA, "norms": "around"},
-        settings={
-            **_SOME_WINDOWS,
-            "attention_scale": "query_pre_attn_scalar",
-            "attention_cap": "attn_logit_softcapping",
-            "logit_cap": "final_logit_softcapping",
-        },
+        settings=_GEMMA2,
         supported={**_NO_BIAS, "hidden_activation": ("gelu_pytorch_tanh",)},
         tensors=LLAMA.renamed(pre_feedforward_layernorm=("feed_forward_norm",), **_AFTER),
+        activation="hidden_activation",
+    ),
+    Family(
+        "vaultgemma",
+        "VaultGemmaForCausalLM",
+        switches=_GEMMA,
+        settings=_GEMMA2,
+        supported={**_NO_BIAS, "hidden_activation": ("gelu_pytorch_tanh",)},
+        tensors=LLAMA.renamed(
+            ("post_attention_layernorm",), pre_feedforward_layernorm=("feed_forward_norm",)
+        ),
         activation="hidden_activation",
     ),
     Family(
@@ -212,10 +232,10 @@ FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        switches={"rope_factor": 1.0},
         settings={"window": "sliding_window", "rope_width": "partial_rotary_factor"},
         supported=_SILU,
         tensors=_PHI,
+        rope_types=("longrope",),
     ),
     Family(
         "olmo2",
@@ -239,6 +259,16 @@ FAMILIES = (
         settings={"bias": "attention_bias", "unrotated_every": "no_rope_layers"},
         supported={**_SILU, "use_sliding_window": (False,)},
     ),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        switches={"norms": "after", "head_norm": "head"},
+        settings={**_SOME_WINDOWS, "unrotated_every": "layer_types"},
+        supported=_SILU,
+        tensors=LLAMA.renamed(("input_layernorm",), **_AFTER, **_HEAD_NORMS),
+    ),
+    Family("internlm3", "LlamaForCausalLM", settings={"bias": "attention_bias"}, supported=_SILU),
+    Family("iquestcoder", "LlamaForCausalLM", settings={"bias": "attention_bias"}, supported=_SILU),
     Family(
         "granite",
         "GraniteForCausalLM",

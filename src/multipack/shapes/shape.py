@@ -24,7 +24,7 @@ Norm = Literal["layernorm", "rmsnorm", "rmsnorm+1"]
 Norms = Literal["before", "after", "around"]
 HeadNorm = Literal["none", "head", "all"]
 Positions = Literal["learned", "rope"]
-RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
+RopeType = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,16 @@ class ModelShape:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_type: RopeType = "llama3"
-    """How rotary frequencies are scaled, if `rope_factor` is not 1: `llama3`, `linear`, `dynamic` or `yarn`."""
+    """Scaling of rotary frequencies, if `rope_factor` is not 1: `llama3`, `linear`, `dynamic`, `yarn` or `longrope`."""
     rope_factor: float = 1.0
     """Divisor of the rotary frequencies: of low ones with llama3 (8 in Llama 3.1) and yarn; 1 = no scaling."""
     rope_context: int = 8192
     """Positions that the model was trained with before its frequencies were scaled."""
     rope_attention: float = 0.0
-    """Factor of yarn's cosines and sines; 0 = 0.1 · ln(rope_factor) + 1."""
+    """Factor of cosines and sines; 0 = 0.1 · ln(rope_factor) + 1 (yarn), √(1 + ln(rope_factor) / ln(rope_context))
+    (longrope)."""
+    rope_factors: tuple[float, ...] = ()
+    """Divisors of longrope's frequencies: those of documents of up to `rope_context` tokens, then of longer ones."""
     unrotated_every: int = 0
     """Every n-th layer has no rotary positions (4 in SmolLM3); 0 = all have."""
     embedding_scale: float = 1.0
@@ -79,6 +82,8 @@ class ModelShape:
     """Factor of what attention and feed-forward add to the residual stream (Granite)."""
     attention_scale: float = 0.0
     """Factor of the products of queries and keys; 0 = 1 / √(width of a head)."""
+    attention_growth: float = 0.0
+    """Growth β of the query at position p, whose factor is 1 + β · ln(1 + ⌊p / rope_context⌋) (0.1 in Ministral 3)."""
     attention_cap: float = 0.0
     """Bound c of attention's scores s, which become c · tanh(s / c) (50 in Gemma 2); 0 = no bound."""
     logit_cap: float = 0.0
@@ -131,6 +136,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Check the widths."""
+        object.__setattr__(self, "rope_factors", tuple(self.rope_factors))
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         sizes = ("layers", "heads", "kv_heads", "d_model", "d_ff", "context")
@@ -155,6 +161,12 @@ class ModelShape:
         if not self.kv_rank and self.rope_width > self.head_width:
             raise ValueError(
                 f"model.rope_width={self.rope_width} exceeds the width of a head, {self.head_width}"
+            )
+        factors = self.rotary_width if self.rope_type == "longrope" and self.rope_factor != 1.0 else 0
+        if len(self.rope_factors) != factors or not all(0.0 < each < math.inf for each in self.rope_factors):
+            raise ValueError(
+                f"model.rope_factors must hold {factors} positive numbers (two for each pair of rotated elements with"
+                f" model.rope_type=longrope, else none), got {len(self.rope_factors)} numbers"
             )
         fitting = {"none": self.norm, "head": "rmsnorm or rmsnorm+1", "all": "rmsnorm"}[self.head_norm]
         if self.norm not in fitting.split(" or "):
@@ -254,6 +266,12 @@ class ModelShape:
         return self.rope_width if self.kv_rank else self.rope_width or self.head_width
 
     @property
+    def rotation_limit(self) -> str:
+        """Field with the number of tokens beyond which a document's length changes its rotation; empty = no length."""
+        limits = {"dynamic": "context", "longrope": "rope_context"}
+        return limits.get(self.rope_type, "") if self.rope_factor != 1.0 else ""
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate (a third matrix)."""
         return self.activation != "gelu"
@@ -332,13 +350,14 @@ class ModelShape:
 _LOWEST = {
     "rope_theta": 1.0,
     "rope_factor": 1.0,
-    "rope_context": 1.0,
+    "rope_context": 2.0,
     "rope_attention": 0.0,
     "window_theta": 0.0,
     "norm_eps": 0.0,
     "embedding_scale": 1e-6,
     "residual_scale": 0.0,
     "attention_scale": 0.0,
+    "attention_growth": 0.0,
     "attention_cap": 0.0,
     "logit_cap": 0.0,
     "logit_divisor": 1e-6,
