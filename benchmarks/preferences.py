@@ -7,7 +7,8 @@ backward, clipping and optimizer. A padded batch holds `--batch-size` random pai
 the longest, as TRL's collator does. The ratio is that of real tokens per second over all steps, packed over padded; the
 pad factor (slots over real tokens) is what equal cost per slot would give. Two padded trainers are timed: one with this
 project's loss, which never projects a slot without a target, and one that projects every slot onto the vocabulary.
-Results go to results/preferences.json.
+The steps are those of one epoch, and the packs hold the longest pair, so that every pair is timed once. The model is
+the smallest preset, with which that takes minutes on one core. Results go to results/preferences.json.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def pad(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     return PreferenceCollator(PackedCollator(2 * len(pairs), width, align=width))(pairs)
 
 
-def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
+def measure(trainer: Trainer, size: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """Rows of figures, of both padded trainers."""
     plan, model = trainer.feed.plan, trainer.engine.model
     assert plan is not None
     pairs = trainer.feed.loader.documents
     collate, own, rows = PreferenceCollator.of(plan), model.log_probabilities, []
     for name, loss in (("same loss", own), ("every slot", every_slot)):
-        found = np.zeros(4)  # seconds packed and padded, tokens, slots
-        for index in range(steps + 1):
-            step = max(index - 1, 0) % plan.num_steps
+        found = np.zeros(5)  # seconds packed and padded, tokens, slots, pairs
+        for index in range(plan.num_steps + 1):
+            step = max(index - 1, 0)
             numbers = np.random.default_rng(step).permutation(plan.documents(step))
             packed = [collate([pairs[int(n)] for n in pack]) for pack in plan.packs(step)]
             padded = [
@@ -62,7 +63,8 @@ def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float])
             padded_seconds = timed_step(trainer.engine, padded, clock)
             model.log_probabilities = own
             sizes = [sum(getattr(batch, each) for batch in padded) for each in ("num_tokens", "num_slots")]
-            found += [packed_seconds, padded_seconds, *sizes] if index else 0  # the first one warms up
+            counted = [packed_seconds, padded_seconds, *sizes, len(numbers)]
+            found += counted if index else 0  # the first one warms up
         ratio, factor = found[1] / found[0], found[3] / found[2]
         print(
             f"{found[2] / found[0]:>8,.0f} tok/s packed{found[2] / found[1]:>8,.0f} tok/s padded{name:>12}"
@@ -77,7 +79,8 @@ def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float])
                 "ratio_over_pad_factor": ratio / factor,
                 "packed_tokens_per_second": found[2] / found[0],
                 "padded_tokens_per_second": found[2] / found[1],
-                "steps": steps,
+                "steps": plan.num_steps,
+                "pairs": int(found[4]),
             }
         )
     return rows
@@ -86,7 +89,6 @@ def measure(trainer: Trainer, steps: int, size: int, clock: Callable[[], float])
 def main() -> None:
     parser = parser_of(__doc__, "preferences")
     parser.add_argument("path", help="records with chosen and rejected")
-    parser.add_argument("--steps", type=int, default=8, help="steps, after one that is not timed")
     parser.add_argument("--batch-size", type=int, default=8, help="pairs in a padded batch")
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU seconds of all threads, on a busy machine"
@@ -94,12 +96,13 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="more settings, e.g. preference.loss=orpo model=small")
     options = parser.parse_args()
     base = ["data=jsonl", f"data.path={options.path}", "data.overlong=drop", "data.validation=0"]
-    words = [*base, "plan.capacity=4096", "train.dtype=fp32", "train.eval_every=0", *options.words]
+    fixed = ["model=tiny", "plan.capacity=16384", "train.dtype=fp32", "train.eval_every=0"]
+    words = [*base, *fixed, *options.words]
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*words, f"out={folder}/run"])
         trainer = Trainer(config, World(device=choose_device(config.train.device, 0)), Console())
         clock = time.process_time if options.cpu_time else time.perf_counter
-        rows = measure(trainer, options.steps, options.batch_size, clock)
+        rows = measure(trainer, options.batch_size, clock)
         documents = trainer.corpus.train
         trainer.close()
     data = {
