@@ -377,6 +377,12 @@ def test_unsupported_models_are_refused(tmp_path):
         (LLAMA_CONFIG, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling="),
         (LLAMA_CONFIG, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters="),
         (LLAMA_CONFIG, {"rope_parameters": {"rope_type": "longrope", "long_factor": [1]}}, "rope_param"),
+        (LLAMA_CONFIG, {"rope_parameters": LINEAR | {"llama_4_scaling_beta": 0.1}}, "rope_parameters="),
+        (
+            LLAMA_CONFIG,
+            {"rope_parameters": LONG_ROPE | {"long_factor": ["a"]}},
+            "long_factor must be a number",
+        ),
         (LLAMA_CONFIG, {"rope_parameters": LONG_ROPE}, "rope_factors must hold 8 .* got 2"),
         (LLAMA_CONFIG, {"model_type": "phi3", "rope_scaling": LINEAR, "rope_parameters": LINEAR}, "rope_sc"),
         (LLAMA_CONFIG, {"quantization_config": {"bits": 4}}, "quantization_config="),

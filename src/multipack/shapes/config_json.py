@@ -7,14 +7,13 @@ another function, if it does.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.atomic import read_file
 from multipack.shapes.families import BY_TYPE, SQRT_WIDTH, Family
+from multipack.shapes.json_values import mapping_of, number_of, read_json, real_of
 
 _GATED = (
     *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
@@ -59,6 +58,21 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Turns in the trained context up to which llama3's scaling divides a frequency, and from which it keeps it."""
 YARN_TURNS = 32, 1
 """Turns in the trained context from which yarn keeps a frequency, and up to which it divides it."""
+_SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
+    "default": ((), {}),
+    "linear": (("factor",), {}),
+    "dynamic": (("factor",), {}),
+    "llama3": (
+        ("factor", "original_max_position_embeddings"),
+        {name: (value,) for name, value in LLAMA3_SCALING.items()},
+    ),
+    "longrope": (("short_factor", "long_factor"), {}),
+    "yarn": (
+        ("factor",),
+        {"beta_fast": (None, YARN_TURNS[0]), "beta_slow": (None, YARN_TURNS[1]), "truncate": (None, True)},
+    ),
+}
+"""Scaling of rotary frequencies → the settings that it needs, and the values of others that the decoder computes."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -114,14 +128,14 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         FileNotFoundError: the file does not exist.
     """
     given = source if isinstance(source, Mapping) else read_json(Path(source))
-    text = _mapping(given, "text_config")
+    text = mapping_of(given, "text_config")
     if text:  # the language model inside a multimodal model
         given = {"model_type": f"{given.get('model_type')}_text", **text}
     kind = str(given.get("model_type", "?"))
     filled = {**_DEFAULTS.get(kind, {}), **given}
     config = {name: value for name, value in filled.items() if value is not None}
     _check_known(kind, config)
-    found = {field: _number(config, names) for field, names in _NAMES.items()}
+    found = {field: number_of(config, names) for field, names in _NAMES.items()}
     if found["d_ff"] == 0 and kind in ("gpt2", "gptj", "gpt_bigcode"):
         found["d_ff"] = 4 * found["d_model"]
     if config.get("multi_query"):
@@ -150,7 +164,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "bias": kind in _PLAIN,
         "qkv_bias": kind == "qwen2_moe",
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "norm_eps": _real(config, _EPSILONS, 1e-5),
+        "norm_eps": real_of(config, _EPSILONS, 1e-5),
         # The cost does not depend on these; a model with other frequencies in some layers is not an error.
         **_rotation(config),
     }
@@ -172,24 +186,24 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
     width = fields["head_dim"] or fields["d_model"] // fields["heads"]
     for field, name in family.settings.items():
         if field in ("embedding_scale", "residual_scale", "logit_divisor", "attention_cap", "logit_cap"):
-            found[field] = _real(config, (name,), 0.0 if field.endswith("cap") else 1.0)
+            found[field] = real_of(config, (name,), 0.0 if field.endswith("cap") else 1.0)
         elif field == "attention_scale":
-            value = _real(config, (name,), 0.0)
+            value = real_of(config, (name,), 0.0)
             found[field] = value if name.endswith("multiplier") else value**-0.5
         elif field == "bias":
             found[field] = bool(config.get(name))
         elif field == "rope_width":
-            part = _real({**_mapping(config, "rope_parameters"), **config}, (name,), 1.0)
+            part = real_of({**mapping_of(config, "rope_parameters"), **config}, (name,), 1.0)
             found[field] = 0 if part == 1.0 else int(width * part)
         elif field == "unrotated_every":
             every = _unrotated_every(config, fields["layers"])
             found[field] = fields.get("full_every", 0) if name == "layer_types" else every
         elif field == "attention_growth":
-            old, new = (_mapping(config, each) for each in ("rope_scaling", "rope_parameters"))
-            found[field] = _real({**old, **new}, (name,), 0.0)
+            old, new = (mapping_of(config, each) for each in ("rope_scaling", "rope_parameters"))
+            found[field] = real_of({**old, **new}, (name,), 0.0)
         elif field == "window_theta" and fields.get("window"):
-            both = _mapping(config, "rope_parameters")
-            found[field] = _real(_mapping(both, "sliding_attention"), ("rope_theta",), 0.0) or _real(
+            both = mapping_of(config, "rope_parameters")
+            found[field] = real_of(mapping_of(both, "sliding_attention"), ("rope_theta",), 0.0) or real_of(
                 config, (name, "rope_theta"), 10_000.0
             )
     return found
@@ -197,7 +211,7 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
 
 def _unrotated_every(config: Mapping[str, Any], layers: int) -> int:
     """Which layers have no positions: every n-th; 0 = none."""
-    every, listed = _number(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
+    every, listed = number_of(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
     if not isinstance(listed, list):
         return every if every <= layers else 0
     return next((n for n in range(layers + 1) if listed == rotated_layers(layers, n)), 0)
@@ -223,7 +237,7 @@ def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any]) ->
         config.get("mlp_bias")
     ):
         differing += [name for name in ("attention_bias", "mlp_bias") if name in config]
-    listed, layers = config.get("no_rope_layers"), _number(config, SIZES["layers"])
+    listed, layers = config.get("no_rope_layers"), number_of(config, SIZES["layers"])
     if isinstance(listed, list) and listed != rotated_layers(layers, _unrotated_every(config, layers)):
         differing.append("no_rope_layers")
     return ", ".join(f"{name}={config[name]!r}" for name in differing)
@@ -246,8 +260,8 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
     """The fields `window`, `window_layers` and `dense_layers`, of models whose layers differ."""
     layers = found["layers"]
-    window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
-    kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
+    window = number_of(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
+    kinds, pattern = config.get("layer_types"), number_of(config, ("sliding_window_pattern",))
     if layers > MOST_LAYERS:
         return {}  # more than a shape may have, which its check reports
     if isinstance(kinds, list):
@@ -260,7 +274,7 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     elif pattern:
         sliding = _with_windows(layers, pattern)
     elif config.get("use_sliding_window"):
-        sliding = [layer >= _number(config, ("max_window_layers",)) for layer in range(layers)]
+        sliding = [layer >= number_of(config, ("max_window_layers",)) for layer in range(layers)]
     else:
         sliding = [True] * layers
     fields: dict[str, int] = {}
@@ -269,8 +283,14 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
         count = 0 if every or all(sliding) else sum(sliding)
         fields = {"window": window, "full_every": every, "window_layers": count}
     if found["experts"]:
-        first, every = _number(config, ("first_k_dense_replace",)), _number(config, ("moe_layer_freq",)) or 1
-        step, dense = _number(config, ("decoder_sparse_step",)) or 1, tuple(config.get("mlp_only_layers", ()))
+        first, every = (
+            number_of(config, ("first_k_dense_replace",)),
+            number_of(config, ("moe_layer_freq",)) or 1,
+        )
+        step, dense = (
+            number_of(config, ("decoder_sparse_step",)) or 1,
+            tuple(config.get("mlp_only_layers", ())),
+        )
         with_experts = [
             i
             for i in range(layers)
@@ -298,7 +318,7 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(found := _full_attention(config, name), Mapping) and found
     ]
     sources = [*both, config] if config.get("rope_parameters") else [config, *both]
-    theta = next(filter(None, (_real(each, ("rope_theta",), 0.0) for each in sources)), 10_000.0)
+    theta = next(filter(None, (real_of(each, ("rope_theta",), 0.0) for each in sources)), 10_000.0)
     read = [_scaling({**config, **each}) for each in both]
     if any(each != read[0] for each in read):
         raise ValueError("the configuration's rope_parameters and rope_scaling differ")
@@ -315,22 +335,22 @@ def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _type_of(config)
     if kind == "default" or not _known_rotation(config):
         return {}
-    fields: dict[str, Any] = {"rope_type": kind, "rope_factor": _real(config, ("factor",), 1.0)}
-    if kind in ("llama3", "yarn", "longrope"):
-        fields["rope_context"] = _number(
-            config, ("original_max_position_embeddings", "max_position_embeddings")
-        )
+    fields: dict[str, Any] = {"rope_type": kind, "rope_factor": real_of(config, ("factor",), 1.0)}
+    if kind in ("linear", "dynamic"):
+        return fields
+    context = ("original_max_position_embeddings", "max_position_embeddings")
+    fields["rope_context"] = number_of(config, context)
+    if kind != "llama3":
+        fields["rope_attention"] = real_of(config, ("attention_factor",), 0.0)
     if kind == "longrope":
-        context, before = _number(config, SIZES["context"]), fields["rope_context"]
-        fields["rope_factor"] = _real(config, ("factor",), context / max(before, 1))
-        fields["rope_attention"] = _real(config, ("attention_factor",), 0.0)
-        fields["rope_factors"] = [*config["short_factor"], *config["long_factor"]]
-    if kind == "yarn":
-        fields["rope_attention"] = _real(config, ("attention_factor",), 0.0)
-        both = [_real(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
-        if not fields["rope_attention"] and all(both):
-            first, second = (0.1 * each * math.log(fields["rope_factor"]) + 1.0 for each in both)
-            fields["rope_attention"] = first / second
+        growth = number_of(config, context[1:]) / max(fields["rope_context"], 1)
+        fields["rope_factor"] = real_of(config, ("factor",), growth)
+        each = [*config["short_factor"], *config["long_factor"]]
+        fields["rope_factors"] = [real_of({"long_factor": value}, ("long_factor",), 0.0) for value in each]
+    both = [real_of(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and not fields["rope_attention"] and all(both):
+        first, second = (0.1 * each * math.log(fields["rope_factor"]) + 1.0 for each in both)
+        fields["rope_attention"] = first / second
     return fields
 
 
@@ -340,76 +360,18 @@ def _known_rotation(scaling: Any, family: Family | None = None) -> bool:
         return True
     if not isinstance(scaling, Mapping):
         return False
-    if family is not None:
-        if "rope_width" not in family.settings and scaling.get("partial_rotary_factor", 1.0) != 1.0:
-            return False
-        if _type_of(scaling) not in ("default", *family.rope_types):
-            return False
-    constants: dict[str, dict[str, tuple[Any, ...]]] = {
-        "default": {},
-        "linear": {},
-        "dynamic": {},
-        "llama3": {name: (value,) for name, value in LLAMA3_SCALING.items()},
-        "longrope": {},
-        "yarn": {
-            "beta_fast": (None, YARN_TURNS[0]),
-            "beta_slow": (None, YARN_TURNS[1]),
-            "truncate": (None, True),
-        },
-    }
     kind = str(_type_of(scaling))
-    lists = ("short_factor", "long_factor") if kind == "longrope" else ()
-    needed = {"llama3": ("factor", "original_max_position_embeddings"), "default": ()}.get(
-        kind, lists or ("factor",)
+    if family is not None:
+        own = {"partial_rotary_factor": "rope_width", "llama_4_scaling_beta": "attention_growth"}
+        if any(scaling.get(name) not in (None, 1.0) and own[name] not in family.settings for name in own):
+            return False
+        if kind not in ("default", *family.rope_types):
+            return False
+    if kind not in _SCALINGS:
+        return False
+    needed, constants = _SCALINGS[kind]
+    if kind == "longrope" and not all(isinstance(scaling.get(name), list) for name in needed):
+        return False
+    return all(scaling.get(name) is not None for name in needed) and all(
+        scaling.get(name) in values for name, values in constants.items()
     )
-    return (
-        kind in constants
-        and all(isinstance(scaling.get(name), list) for name in lists)
-        and all(scaling.get(name) is not None for name in needed)
-        and all(scaling.get(name) in values for name, values in constants[kind].items())
-    )
-
-
-def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _real(config: Mapping[str, Any], names: tuple[str, ...], default: float) -> float:
-    """The value of the first of these fields that is present; `default` if none is."""
-    value = next((config[name] for name in names if config.get(name) is not None), default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise ValueError(f"the configuration's {names[0]} must be a number, got {value!r}")
-    return float(value)
-
-
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The value of the first of these fields that is present, an integer of at least 0; 0 if none is."""
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"the configuration's {name} must be an integer of at least 0, got {value!r}")
-        return value
-    return 0
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; for a folder, in its config.json.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is larger than 64 MiB, or does not hold a JSON object.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; give a model's config.json, or its folder")
-    text = read_file(file)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {type(content).__name__}, not the object that describes a model")
-    return content

@@ -8,9 +8,9 @@ from typing import Any
 
 from multipack.shapes import SHAPES
 from multipack.shapes.adapter import ALIASES
-from multipack.shapes.config_json import read_json
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
+from multipack.shapes.json_values import read_json
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
 
 NOT_HERE: dict[str, str] = {
