@@ -4,9 +4,10 @@
 
 Both train the same decoder on the same documents, whose completions are targets: forward, backward and optimizer. A row
 has groups of documents that begin with one prompt. The token ratio is that of slots; the ratio over it is 1 where a
-slot costs the same, and more where attention, whose keys are shared too, is a large part. In the last row no documents
-begin alike, and a collator that looks for common beginnings is compared with one that does not. Seconds are the CPU's,
-for busy machines; of all rounds the fastest counts. Results go to results/prefix_sharing.json.
+slot costs the same, and less where attention is a large part, which keeps the pairs of a completion and its prompt. In
+the last row no documents begin alike, and a collator that looks for common beginnings is compared with one that does
+not. Seconds are the CPU's, for busy machines; of all rounds the fastest counts. Results go to
+results/prefix_sharing.json.
 """
 
 from __future__ import annotations
@@ -66,16 +67,11 @@ def seconds(model: Decoder, optimizer: torch.optim.Optimizer, batch: PackedBatch
 def main() -> None:
     parser = parser_of(__doc__, "prefix_sharing")
     parser.add_argument(
-        "--rounds", type=int, default=7, help="steps of each kind, after one that is not counted"
+        "--rounds", type=int, default=5, help="steps of each kind, after one that is not counted"
     )
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument(
-        "--vocabulary",
-        type=int,
-        default=512,
-        help="its matrix is a part of the model as large as in a model of 8 B",
-    )
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=1024)
     options = parser.parse_args()
     heads, found = options.width // 64, []
     shape = ModelShape(

@@ -166,13 +166,11 @@ def tree(lengths, pad_to=None):
     return PackedCollator(9, 2000, pad_to=pad_to, min_prefix=1)(made)
 
 
-@pytest.fixture(
-    params=["packed", "padding document", "padded rows", "several blocks", "tree", "tree of blocks"]
-)
+@pytest.fixture(params=["packed", "padding document", "padded rows", "several blocks", "tree"])
 def batch(request, pack, pad, documents, document):
     """Packs whose `cu_seqlens` repeats T, a padded batch, one of more tokens than a block has, and shared tokens."""
-    if request.param.startswith("tree"):
-        return tree([9, 4, 5, 7], 40) if request.param == "tree" else tree([150, 130, 4, 20])
+    if request.param == "tree":
+        return tree([9, 4, 5, 7], 40)
     if request.param == "padded rows":
         return pad(documents)
     if request.param == "several blocks":
@@ -197,6 +195,15 @@ def test_kernels_are_called_for_the_same_attention(row, batch):
             grads = (torch.autograd.grad(out, inputs, upstream) for out in (asked, ours))
             for got, expected in zip(*grads, strict=True):
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 4, 140])
+def test_blocks_of_shared_tokens_are_those_of_the_dense_mask(monkeypatch, window):
+    monkeypatch.setattr(flex, "compiled", lambda: flex_by_mask)
+    batch = tree([150, 130, 4, 200])
+    inputs = inputs_of(batch, 2, 1)
+    ours, dense = (find_backend(name).function(*inputs, batch, window) for name in ("flex", "dense"))
+    torch.testing.assert_close(ours, dense, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
+from multipack.ops.autocast import at_least_float32
 
 
 class Run(NamedTuple):
@@ -47,7 +48,24 @@ def gathered(k: Tensor, v: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     if batch.tree is None:
         return k, v
     slots = batch.tree.key_slots
-    return k.index_select(0, slots), v.index_select(0, slots)
+    return _Gather.apply(k, slots), _Gather.apply(v, slots)  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor by their numbers; gradients of repeated rows are summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        wide = at_least_float32(upstream.dtype)
+        total = upstream.new_zeros((ctx.rows, *upstream.shape[1:]), dtype=wide)
+        return total.index_add_(0, slots, upstream.to(wide)).to(upstream.dtype), None
 
 
 def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
