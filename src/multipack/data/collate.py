@@ -21,7 +21,7 @@ from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch, PackedTree, rounded
 from multipack.data.documents import Document, Documents
-from multipack.data.prefix_tree import PrefixTree
+from multipack.data.prefix_tree import Integers, PrefixTree
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, check_choice
@@ -132,23 +132,14 @@ class PackedCollator:
             sizes = tree.length.tolist()
             pieces = list(zip(tree.document.tolist(), tree.start.tolist(), sizes, strict=True))
         self._pad(sizes, max(lengths, default=0))
-        ends = np.cumsum(sizes)
-        starts = ends - sizes
-        input_ids = np.full(ends[-1], self.pad_id, dtype=np.int64)
-        depths = np.zeros(len(sizes), dtype=np.int64)
-        # The last size may be that of padding, which has no document.
-        for place, (start, (number, first, length)) in enumerate(zip(starts, pieces, strict=False)):
-            input_ids[start : start + length] = documents[number].tokens[first : first + length]
-            depths[place] = first
-        owner = np.repeat(np.arange(len(sizes)), sizes)  # piece of each slot
-        position_ids = np.arange(ends[-1], dtype=np.int64) - (starts - depths)[owner]
+        input_ids, position_ids = _laid_out(documents, pieces, sizes, self.pad_id)
         shifted = [document.shifted_targets() for document in documents]
         counts = np.array([np.count_nonzero(each != IGNORE) for each in shifted], dtype=np.int64)
-        packed = None
         if tree is None:
-            targets = np.full(ends[-1], IGNORE, dtype=np.int64)
-            for start, each in zip(starts, shifted, strict=False):
-                targets[start : start + len(each)] = each
+            packed, owner = None, np.repeat(np.arange(len(sizes)), sizes)
+            targets = np.full(len(input_ids), IGNORE, dtype=np.int64)
+            for stop, size, each in zip(np.cumsum(sizes), sizes, shifted, strict=False):
+                targets[stop - size : stop - size + len(each)] = each
         else:
             packed, targets = PackedTree.of(tree, sizes, shifted)
             owner = np.repeat(np.arange(len(documents)), counts)  # document of each target
@@ -164,7 +155,7 @@ class PackedCollator:
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
             position_ids=torch.from_numpy(position_ids),
-            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
+            cu_seqlens=torch.from_numpy(np.cumsum([0, *sizes]).astype(np.int32)),
             max_seqlen=rounded(max(sizes)),
             num_documents=len(documents),
             num_tokens=sum(lengths),
@@ -202,6 +193,27 @@ class PackedCollator:
             raise ValueError(
                 f"a document of {longest:,} tokens{aligned} exceeds max_seqlen={self.max_seqlen:,}"
             )
+
+
+def _laid_out(
+    documents: Sequence[Document], pieces: Sequence[tuple[int, int, int]], sizes: Sequence[int], pad_id: int
+) -> tuple[Integers, Integers]:
+    """Tokens of the slots, and their positions in documents.
+
+    Args:
+        documents: those of the pack.
+        pieces: number of a document, its first token, and tokens of each piece.
+        sizes: slots of each piece, and of padding, if there is any.
+        pad_id: token of padding.
+    """
+    stops = np.cumsum(sizes)
+    tokens = np.full(stops[-1], pad_id, dtype=np.int64)
+    moved = stops - sizes  # slot, less the position of the token there
+    for piece, (number, first, length) in enumerate(pieces):
+        start = moved[piece]
+        tokens[start : start + length] = documents[number].tokens[first : first + length]
+        moved[piece] -= first
+    return tokens, np.arange(stops[-1]) - np.repeat(moved, sizes)
 
 
 def pad_documents(
