@@ -80,7 +80,7 @@ class RunDirectory:
         if not is_free(self.path, leftovers=True):
             raise FileExistsError(
                 f"{self.path} exists and is not empty. Continue that run with `train.resume=true out={self.path}`,"
-                " or choose another out="
+                f" evaluate it with `multipack evaluate {self.path}`, or choose another out="
             )
 
     def create(self, config_yaml: str) -> None:

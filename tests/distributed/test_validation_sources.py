@@ -25,7 +25,8 @@ def mixture(tmp_path, words):
         prepare(DataConfig("jsonl", str(file)), TokenizerConfig("byte"), stores[-1])
     given = ["data=mixture", f"data.paths=[{','.join(map(str, stores))}]", "data.validation=0.5"]
     given += [
-        "train.eval_only=true",
+        "train.eval_every=1",
+        "train.steps=1",
         "train.fixed_shape=true",
         "model.kv_heads=2",
         "model.vocabulary_size=264",
@@ -35,7 +36,7 @@ def mixture(tmp_path, words):
 
 
 def _evaluation(out):
-    (record,) = (record for record in RunDirectory(out).records() if "val_loss" in record)
+    record, *_ = (record for record in RunDirectory(out).records() if "val_loss" in record)
     return {name: loss for name, loss in record.items() if name.startswith("val_loss")}
 
 

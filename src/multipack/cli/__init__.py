@@ -14,7 +14,7 @@ from multipack.cli.bench_command import collectives
 from multipack.cli.command_options import add_commands, fail
 from multipack.cli.import_command import import_config
 from multipack.cli.launch_commands import doctor, launch, submit
-from multipack.cli.model_commands import export, generate, version
+from multipack.cli.model_commands import evaluate, export, generate, version
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.probe_command import probe
 from multipack.cli.recipe_command import recipe
@@ -32,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes 0.3 s to import
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-add_commands(app, train, config, prepare, plan, pack, calibrate, generate, export)
+add_commands(app, train, config, prepare, plan, pack, calibrate, evaluate, generate, export)
 add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor, version)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 add_commands(bench, collectives)

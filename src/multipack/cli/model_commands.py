@@ -1,13 +1,61 @@
-"""Commands on trained models: generate, export; and version."""
+"""Commands on trained models: evaluate, generate, export; and version."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from multipack.cli.command_options import argument
+from multipack.cli.command_options import Json, Words, argument, print_json, settings_option
+
+WhichWeights = Annotated[
+    str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
+]
+
+
+def evaluate(
+    run: Annotated[Path, argument("RUN", "A run, one of its checkpoints, or a Hugging Face folder.")],
+    words: Words = None,
+    weights: WhichWeights = "latest",
+    as_json: Json = False,
+    settings: Annotated[
+        bool, settings_option("Config", "data", "tokenizer", "plan", "train", "parallel")
+    ] = False,
+) -> None:
+    """Compute the loss of a trained model on documents.
+
+    Without data= these are the validation documents of the run. Preference
+    pairs also give the accuracy and the margin of rewards, mixtures the loss
+    of each source. Nothing is written in the run.
+
+    Examples:
+      multipack evaluate runs/a
+      multipack evaluate runs/a data=jsonl data.path=test.jsonl --weights best
+      multipack evaluate hf/llama data=text data.path=book.txt --json
+      multipack launch -n 2 -- evaluate runs/a parallel.data=zero3
+    """
+    import os
+    import sys
+    from dataclasses import asdict
+    from typing import cast
+
+    from multipack.parallel.ranks import find_ranks
+    from multipack.reports.console import Console
+    from multipack.training.evaluate import evaluate as run_evaluation
+
+    console = Console(find_ranks(os.environ).rank, stream=sys.stderr if as_json else None)
+    found = run_evaluation(run, words or [], cast("Any", weights), console)
+    if not console.enabled:
+        return
+    if as_json:
+        print_json(asdict(found))
+        return
+    step = f", step {found.step:,}" if found.step is not None else ""
+    columns, *rows = found.table()
+    console.table(f"{found.weights}{step}, on {found.documents}", columns, rows)
+    if found.note:
+        console.paragraph(f"note: {found.note}")
 
 
 def generate(
@@ -53,9 +101,7 @@ def generate(
 def export(
     run: Annotated[Path, argument("RUN", "A run directory or one of its checkpoints.")],
     folder: Annotated[str, argument("FOLDER", "Folder to write; also out=FOLDER.")],
-    weights: Annotated[
-        str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
-    ] = "latest",
+    weights: WhichWeights = "latest",
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16 or fp16; auto = that of train.init_from, else fp32.")
     ] = "auto",

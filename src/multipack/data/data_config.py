@@ -211,7 +211,11 @@ _DEFAULTS = DataConfig()
 _FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "label": (3,), "auto": (1, 2, 3)}
 _FIELD_COUNTS |= dict.fromkeys(("alpaca", "preference"), (2, 3))
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
+    (
+        "validation",
+        lambda value: 0 <= value < 1,
+        "at least 0 and less than 1 (`multipack evaluate` takes all documents)",
+    ),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
     ("overlap", lambda value: value >= 0, "0 tokens or more"),
     ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),

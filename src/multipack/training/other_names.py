@@ -69,6 +69,8 @@ HINTS: dict[str, str] = {
     "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
     "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
     "data.workers": "leave it out, the tokenizer has threads of its own",
+    "eval_only": "`multipack evaluate RUN` evaluates a run",
+    "eval_dataset": "set data.validation_path=FILE",
     "batch_size": "plan.capacity is the tokens of a pack, plan.packs_per_step the packs of a step",
     "per_device_train_batch_size": "plan.capacity is the tokens of a pack, plan.micro_batches the packs of a rank",
     "micro_batch_size": "plan.capacity is the tokens of a pack, plan.micro_batches the packs of a rank",

@@ -239,7 +239,7 @@ def compose_run(words: Iterable[str]) -> Config:
     if resume.lower() in ("false", ""):
         files = [flatten(read_yaml(path)) for key, path in map(split, given) if key == "config"]
         values = dict(translate(*pair) for file in files for pair in file.items()) | settings
-        return _resolve_weights(compose(given, _initial_model(values)))
+        return resolve_weights(compose(given, initial_model(values)))
     path = out if resume.lower() == "true" else resume
     if not path:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
@@ -268,7 +268,7 @@ def compose_run(words: Iterable[str]) -> Config:
     return config
 
 
-def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
     free = {"model.attention", "model.kernels", "model.dropout"}
@@ -316,7 +316,7 @@ def saved_adapter(checkpoint: Path) -> AdapterConfig:
     return compose([], {"model": {"kv_heads": 0}, "adapter": values}).adapter
 
 
-def _resolve_weights(config: Config) -> Config:
+def resolve_weights(config: Config) -> Config:
     """Replace runs by their latest checkpoints, which may change later, and use the tokenizer of `train.init_from`.
 
     Its tokenizer is used if neither the settings nor a store choose one.

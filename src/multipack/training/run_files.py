@@ -41,7 +41,7 @@ class RunFiles:
         self.run, self._world, self._config, self._report = run, world, config, report
         self.log: RunLog | None = None
         # With this configuration the same run can be started again, in another directory.
-        again = replace(config.train, resume="false", eval_only=False)
+        again = replace(config.train, resume="false")
         self._texts = {
             "config.yaml": config_yaml(replace(config, train=again, out="")),
             "tokenizer.json": corpus.tokenizer.to_json(),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
-
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
-from multipack.data.documents import Documents
-from multipack.data.loader import PackedLoader
-from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.compile import compiler_problem
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.readers import open_loader, opens_tokens
+from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
@@ -35,13 +29,14 @@ from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed, StreamFeed, checked
+from multipack.training.feed import EpochFeed, StreamFeed
 from multipack.training.objective import Objective
+from multipack.training.pack_loaders import PackLoaders
 from multipack.training.precision import DTYPES, choose_dtype, sample_lengths
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
-from multipack.training.validation import Validation, ValidationPart
+from multipack.training.validation import Validation
 from multipack.training.weights import TrainedWeights, trained_shape
 
 
@@ -201,7 +196,8 @@ def resolve(
         The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
     """
     corpus, capacity, optimizer = objective.corpus, config.plan.longest, config.optimizer
-    lengths = [capacity] if corpus.arriving is not None else sample_lengths(corpus.train.lengths, capacity)
+    documents = corpus.train if len(corpus.train) else corpus.validation
+    lengths = [capacity] if corpus.arriving is not None else sample_lengths(documents.lengths, capacity)
     train, notes = device_settings(config, world, shape, lengths)
     if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
@@ -252,9 +248,8 @@ class Feeds:
         clock: Callable[[], float],
         resumed: Path | None = None,
     ) -> None:
-        self._config, self._objective, self._cost_model = config, objective, cost_model
-        self._engine, self._mesh = engine, engine.mesh
         corpus, train = objective.corpus, config.train
+        loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
         self.notes = [*([corpus.staged] if corpus.staged else []), *notes]
@@ -264,15 +259,15 @@ class Feeds:
             pad = config.pack_slots is not None
             self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
-            self._check_ranks(corpus.train, "training")
-            sampler = self._sampler(corpus.train)
-            self.training = EpochFeed(self._loader(views[0], sampler), corpus.train, clock)
+            loaders.check_ranks(corpus.train, "training")
+            sampler = loaders.sampler(corpus.train)
+            self.training = EpochFeed(loaders.loader(views[0], sampler), corpus.train, clock)
             self.steps = self.steps or max(1, round(train.epochs * sampler.steps_per_epoch))
         self.validation: Validation | None = None
         self.validation_steps = 0
-        if not (train.eval_every or train.eval_only):
+        if not train.eval_every:
             return
-        self.validation = self._validation(corpus, views[1])
+        self.validation = loaders.validation(views[1])
         self.validation_steps = self.validation.steps
         as_steps = self.validation_steps // 3  # a forward pass is about a third of a step
         if as_steps > train.eval_every > 0:
@@ -280,61 +275,6 @@ class Feeds:
                 f"an evaluation takes about as long as {as_steps:,} steps, and there is one every {train.eval_every}:"
                 " train.eval_packs limits it, train.eval_every makes it rarer"
             )
-
-    def _validation(self, corpus: Corpus, view: Any) -> Validation:
-        """The validation documents; of a mixture each source is planned alone, for a loss of its own."""
-        documents, limit = corpus.validation, self._config.train.eval_packs
-        if not len(documents) or not int(documents.target_counts.sum()):
-            raise ValueError(
-                f"validation has {len(documents)} documents and no target tokens: raise data.validation"
-                f" (now {self._config.data.validation}), add documents, or set train.eval_every=0"
-            )
-        self._check_ranks(documents, "validation")
-        parts, first = list[ValidationPart](), 0
-        for name, count in corpus.sources or (("", len(documents)),):
-            part, numbers = documents.take(range(first, first + count)), range(first, first + count)
-            first += count
-            if not count or not int(part.target_counts.sum()):
-                continue  # it has no loss
-            sampler = self._sampler(part, order="given", tail="keep")
-            steps, packs = sampler.steps_per_epoch, sampler.plan.packs_per_step
-            if limit:
-                steps = min(steps, math.ceil(limit * part.num_tokens / documents.num_tokens / packs))
-            parts.append(ValidationPart(name, self._loader(Subset(view, numbers), sampler), steps))
-        return Validation(self._engine, parts, self.training.micro_batches)
-
-    def _check_ranks(self, documents: Documents, kind: str) -> None:
-        if len(documents) < (ranks := self._mesh.data_size):
-            raise ValueError(
-                f"there are {len(documents)} {kind} documents for {ranks} data-parallel ranks:"
-                " start fewer processes or add documents"
-            )
-
-    def _sampler(self, documents: Documents, **changes: Any) -> PackedBatchSampler:
-        config, ranks = self._config, self._mesh.data_size
-        return PackedBatchSampler(
-            documents.lengths,
-            options=replace(config.plan.for_ranks(ranks), **changes),
-            targets=documents.target_counts,
-            weights=documents.weights,
-            rank=self._mesh.data_rank,
-            world_size=ranks,
-            seed=config.train.seed,
-            sync=config.parallel.sync,
-            cost=self._cost_model,
-            loss_weighting=config.train.loss_weighting,
-        )
-
-    def _loader(self, view: Any, sampler: PackedBatchSampler) -> PackedLoader:
-        config = self._config
-        return open_loader(
-            view,
-            sampler,
-            checked(self._objective.collator(sampler), config.model.vocabulary_size),
-            self._mesh,
-            readers=config.data.readers,
-            prefetch=config.train.prefetch,
-        )
 
     def validation_losses(self) -> dict[str, float]:
         """The validation loss under "", and that of each source of a mixture; see `Validation.losses`."""

@@ -56,7 +56,7 @@ def print_header(run: Trainer, seconds: float) -> None:
     start = f"continuing after step {run.step}" if run.step else "starting"
     more = "" if run.config.log.verbose else "; log.verbose=true prints more"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
-    if run.step >= run.steps and not run.config.train.eval_only:
+    if run.step >= run.steps:
         console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to continue")
 
 
@@ -255,13 +255,11 @@ def _evaluation(run: Trainer) -> str:
     when = f"before the first step, every {train.eval_every} steps and after the last"
     sampled = train.sample_tokens if run.engine.is_whole else 0
     sample = f", with a sample of up to {sampled} tokens" if sampled else ""
-    return f"{'once' if train.eval_only else when}: up to {packs:,} packs{sample}"
+    return f"{when}: up to {packs:,} packs{sample}"
 
 
 def _checkpoints(train: TrainConfig) -> str:
     """When the run saves, and what it keeps."""
-    if train.eval_only:
-        return "none: train.eval_only=true"
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += ["at the lowest validation loss so far"] if train.keep_best else []
     kept = f"the newest {train.keep_checkpoints}" if train.keep_checkpoints else "all"

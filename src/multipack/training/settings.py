@@ -35,8 +35,6 @@ class TrainConfig:
     """Steps between evaluations, each with a sample; also before the first step and at the end. 0 = never."""
     eval_packs: int = 0
     """Most validation packs of an evaluation, rounded up to whole global steps; 0 = all."""
-    eval_only: bool = False
-    """Evaluate, write a sample, and stop."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 = only at the end, where a run is always saved."""
     keep_checkpoints: int = 2

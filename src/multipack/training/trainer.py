@@ -62,8 +62,7 @@ RESULTS = ("evaluated", "best", "best_step")
 class Trainer(StepApplier):
     """Builds a run, restores it from its checkpoint, and trains it.
 
-    Files are written only after all parts are built and the checkpoint is loaded. `train.eval_only` does not change a
-    saved run.
+    Files are written only after all parts are built and the checkpoint is loaded.
 
     Args:
         config: configuration of the run; see `compose_run`.
@@ -116,6 +115,7 @@ class Trainer(StepApplier):
         self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial))
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
+        self.objective.config = config
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
         if before is None and foreign:
@@ -159,9 +159,8 @@ class Trainer(StepApplier):
         self.files = RunFiles(self.run, world, config, self.corpus, template, source, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)
-        if not config.train.eval_only or config.train.resume == "false":
-            files = cost_files(self.cost_model) | self.objective.run_files
-            world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
+        files = cost_files(self.cost_model) | self.objective.run_files
+        world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
         self._unread: Callable[[], None] = lambda: None
         self._reads_later = not self.objective.legend and may_read_later(self.engine, self.callbacks)
@@ -183,7 +182,7 @@ class Trainer(StepApplier):
             if self._checkpoint_due(self._is_best()):
                 self.save()
         self._settle()
-        if self.ending and not self.config.train.eval_only:  # the feed may have ended without a further step
+        if self.ending:  # the feed may have ended without a further step
             if due := self._evaluation_due():
                 self.evaluate()
             if due or self.step > self.saved:
@@ -212,12 +211,11 @@ class Trainer(StepApplier):
         if not math.isfinite(self.val_loss):
             self.diverged(f"the validation loss after step {self.step} is not finite", [])
         self._publish(values)
-        if not self.config.train.eval_only:
-            # The best checkpoint is one of those that are saved: other evaluations do not count.
-            saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
-            if saved and (self.best is None or self.val_loss < self.best):
-                self.best, self.best_step = self.val_loss, self.step
-            self.ending = self.ending or self.callbacks.stop_reason(self.step, self.val_loss)
+        # The best checkpoint is one of those that are saved: other evaluations do not count.
+        saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
+        if saved and (self.best is None or self.val_loss < self.best):
+            self.best, self.best_step = self.val_loss, self.step
+        self.ending = self.ending or self.callbacks.stop_reason(self.step, self.val_loss)
         self.sample()
         self._mark = self.engine.clock.mark()
 
@@ -265,12 +263,11 @@ class Trainer(StepApplier):
 
     def _steps(self) -> Iterator[tuple[int, StepData]]:
         """Yield the number and the data of each step until the run ends."""
-        last = self.step if self.config.train.eval_only else self.steps
         self.started = self.step, time.monotonic()
         feed = iter(self.feed)
         with self.console.progress("training") as advance:
             self._mark = self.engine.clock.mark()
-            while self.step < last and not self.ending:
+            while self.step < self.steps and not self.ending:
                 self.world.at_step(self.step + 1)
                 self.callbacks.before_step(self.step + 1)
                 data = next(feed, None)
@@ -291,12 +288,12 @@ class Trainer(StepApplier):
         return self.step == self.steps or bool(self.ending)
 
     def _is_best(self) -> bool:
-        return not self.config.train.eval_only and self.best_step == self.step
+        return self.best_step == self.step
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every
         due = every > 0 and (self.step % every == 0 or self._is_last())
-        return self.config.train.eval_only or (due and self.evaluated != self.step and not self.interrupted)
+        return due and self.evaluated != self.step and not self.interrupted
 
     def _checkpoint_due(self, best: bool) -> bool:
         """Whether this step is saved; `best`: its validation loss is the lowest so far."""
