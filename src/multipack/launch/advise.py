@@ -334,6 +334,8 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
             for variant in variants:
+                if request.optimizer == "adamw_8bit_bnb" and variant.uses_fsdp:  # it updates whole tensors
+                    continue
                 try:
                     variant.check(request.model, devices, request.capacity, request.dtype)
                     request.adapter.check_blocks(request.model, tensor)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multipack.training.bitsandbytes_adamw import bitsandbytes_adamw
 from multipack.training.compact_adamw import CompactAdamW, Moments
 from multipack.training.rules import Rule, read_rule, unused_message
 from multipack.training.settings import OptimizerConfig
@@ -191,6 +192,7 @@ OPTIMIZERS: dict[str, tuple[str, Builder]] = {
     "adamw": ("AdamW", _adamw),
     "adamw_bf16": ("AdamW with bfloat16 moments", partial(_compact, "bf16")),
     "adamw_8bit": ("AdamW with 8-bit moments", partial(_compact, "8bit")),
+    "adamw_8bit_bnb": ("AdamW of bitsandbytes with 8-bit moments", bitsandbytes_adamw),
     "muon": ("Muon", _muon),
 }
 """`optimizer.name` → name of the algorithm, and a function of parameter groups and settings."""

@@ -142,20 +142,35 @@ class Config:
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
                 " or parallel.context_method=ulysses"
             )
-        if self.optimizer.name == "muon" and parallel.offloads_parameters:
-            raise ValueError(
-                f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
-                " host: use parallel.offload=none, or optimizer.name=adamw"
-            )
-        if self.optimizer.name == "adamw_8bit" and parallel.tensor > 1:
-            raise ValueError(
-                f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
-                f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
-            )
+        self._check_optimizer()
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
                 " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
+            )
+
+    def _check_optimizer(self) -> None:
+        """Check that the optimizer can update tensors as ranks divide them."""
+        name, parallel = self.optimizer.name, self.parallel
+        if name == "muon" and parallel.offloads_parameters:
+            raise ValueError(
+                f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
+                " host: use parallel.offload=none, or optimizer.name=adamw"
+            )
+        if name == "adamw_8bit" and parallel.tensor > 1:
+            raise ValueError(
+                f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
+                f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
+            )
+        if name == "adamw_8bit_bnb" and (parallel.uses_fsdp or parallel.offload != "none"):
+            plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
+            setting = next(
+                (each for each, value in plain.items() if getattr(parallel, each) != value), "data"
+            )
+            raise ValueError(
+                f"optimizer.name=adamw_8bit_bnb updates whole tensors on the device, which parallel.{setting}="
+                f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
+                " or optimizer.name=adamw_8bit"
             )
 
     def _check_slots(self) -> None:

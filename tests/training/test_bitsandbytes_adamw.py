@@ -1,0 +1,85 @@
+"""AdamW of bitsandbytes: equal to its own class, resumed exactly."""
+
+import sys
+
+import pytest
+import torch
+
+from hf_models import short_run
+from multipack.run import RunDirectory
+from multipack.training.checkpoint import load_checkpoint
+from multipack.training.optimizer import build_optimizer
+from multipack.training.run_config import compose, compose_run
+from multipack.training.settings import OptimizerConfig
+from multipack.training.train import train
+
+NAME = "adamw_8bit_bnb"
+
+
+def result(out):
+    run = RunDirectory(out)
+    losses = [record["loss"] for record in run.records() if "loss" in record]
+    source = load_checkpoint(run.latest_checkpoint()).source
+    return {group: source.whole(group) for group in ("model", "optimizer")}, losses
+
+
+def words(tmp_path, *more):
+    model = "model=tiny model.d_model=64 model.d_ff=128 model.layers=2 tokenizer=byte log.every=0"
+    return [*short_run(tmp_path), *model.split(), f"optimizer.name={NAME}", *more]
+
+
+def test_updates_are_those_of_bitsandbytes():
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Linear(96, 64) for _ in range(2))  # its bias has moments of 32 bits
+    theirs.load_state_dict(ours.state_dict())
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    found = build_optimizer(ours, OptimizerConfig(name=NAME, **options))
+    groups = [{"params": [theirs.weight]}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    expected = bitsandbytes.optim.AdamW8bit(groups, betas=(0.9, 0.95), **options)
+    for _ in range(3):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        found.step()
+        expected.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert all(isinstance(value, torch.Tensor) for value in found.state[one].values())
+    assert found.state[ours.weight]["state1"].dtype == torch.uint8
+
+
+def test_a_run_resumes_exactly(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(compose([*words(tmp_path), f"out={whole}"]))
+    train(compose([*words(tmp_path), "train.steps=2", "optimizer.decay_steps=4", f"out={parts}"]))
+    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4"]))
+    (expected, losses), (found, again) = result(whole), result(parts)
+    assert losses == again
+    assert losses[-1] < losses[0]
+    for group, tensors in expected.items():
+        assert found[group].keys() == tensors.keys()
+        assert all(torch.equal(found[group][name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "parallel.data=zero3",
+        "parallel.data=zero2",
+        "parallel.tensor=2",
+        "parallel.offload=cpu parallel.data=zero3",
+    ],
+)
+def test_divided_tensors_are_refused(more):
+    with pytest.raises(
+        ValueError, match=r"adamw_8bit_bnb updates whole tensors .* use parallel\.\w+=\w+, or"
+    ):
+        compose([f"optimizer.name={NAME}", *more.split()]).check(2)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ImportError, match=r"optimizer.name=adamw_8bit_bnb needs .*multipack\[bitsandbytes\]"):
+        build_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(name=NAME))
