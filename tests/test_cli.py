@@ -51,7 +51,7 @@ def test_help_and_settings_fit_80_columns(run, monkeypatch):
     assert "data=huggingface|jsonl|mixture|" in settings["train"]
     assert "\n  data.fields  " in settings["prepare"]
     assert "plan." not in settings["prepare"]
-    assert "train." not in settings["plan"]
+    assert "\n  train." not in settings["plan"]
     assert "time_budget" in settings["pack"]
 
 
@@ -101,7 +101,7 @@ def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
     for row in ("packing efficiency", "padding instead", "cost utilization", *balance):
         assert f"  {row}" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80
-    last = "torchrun --nproc-per-node 2 -m multipack train data=… plan.capacity=2048"
+    last = "multipack launch -n 2 -- train data=… plan.capacity=2048"
     assert shown.splitlines()[-1].startswith(f"  {last}")
     alone, more = run(*words).output, run(*words, "--picture", "plan.budget=1800").output
     assert not any(f"  {row}" in alone for row in balance)
@@ -112,8 +112,8 @@ def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
 def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
     words = ["plan.capacity=2048", "plan.group=false", "plan.micro_batches=3", "plan.window=8"]
     shown = run("plan", str(lengths_file), *words, "seed=4", "world_size=16").output.splitlines()[-1]
-    launch, _, settings = shown.strip().partition(" multipack train data=… ")
-    assert launch == "torchrun --nnodes … --nproc-per-node … -m"
+    launch, _, settings = shown.strip().partition(" train data=… ")
+    assert launch == "multipack launch -n 16 --"
     assert sorted(settings.split()) == sorted([*words, "train.seed=4"])
 
 
@@ -161,7 +161,7 @@ def test_pack_prints_and_saves_packs_with_their_bound(run, tmp_path):
         assert sorted(saved["order"]) == list(range(8))
         assert [len(packs), saved["lower_bound"], saved["capacity"]] == [5, 5, 100]
         assert max(pack.sum() for pack in packs) <= 100
-    report = json.loads(run(*words, "method=next_fit", "max_documents=1", "--json").stdout)
+    report = json.loads(run(*words, "method=next_fit", "plan.max_documents=1", "--json").stdout)
     assert (report["packs"], report["lower_bound"], report["gap"], report["documents"]) == (8, 8, 0, 8)
     report = json.loads(run(*words, "method=next_fit", "--json").stdout)
     assert (report["packs"], report["gap"], report["filled"]) == (6, 1, 335 / 600)
@@ -190,6 +190,41 @@ def test_prepare_plan_train_generate(run, words, tmp_path):
     assert run("generate", str(out / "checkpoints" / "step-00000006"), *ask[2:]).output == answer
 
 
+def test_documents_are_planned_as_training_does(run, tmp_path, monkeypatch):
+    """The same documents without those for validation, in the same order, and the command that trains with the plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    file = tmp_path / "pairs.jsonl"
+    records = [{"prompt": "p" * (n % 7), "completion": "c" * (1 + n)} for n in range(60)]
+    records[3]["completion"] = "long " * 100
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = ["data.overlong=truncate", "tokenizer=byte", "plan.capacity=128", "plan.packs_per_step=2"]
+    shown = run("plan", str(file), *settings).output
+    words = ("data=jsonl", f"data.path={file}", *settings)
+    spelled = [*words[:4], "capacity=128", "plan.packs_per_step=2"]
+    same = [
+        json.loads(run("plan", *each, "--json").stdout) for each in ([str(file), *settings], words, spelled)
+    ]
+    assert len({each["fingerprint"] for each in same}) == 1
+    assert same[0]["documents"] == 54
+    for row in ("validation          6 documents", "too long            1 documents longer than 128 tokens"):
+        assert f"  {row}" in shown
+    command = shown.splitlines()[-1].strip()
+    assert command.startswith(f"multipack train data=jsonl data.path={file} data.overlong=truncate")
+    resolved = run("config", *command.split()[2:]).output
+    assert "capacity: 128" in resolved
+    assert "kind: byte" in resolved
+    assert len(shown.splitlines()) - shown.splitlines().index(f"plan of {file}") <= 40
+
+
+def test_explore_says_first_whether_there_is_anything_to_gain(run, tmp_path):
+    np.save(tmp_path / "even.npy", np.full(64, 32))
+    shown = run(
+        "plan", str(tmp_path / "even.npy"), "plan.capacity=128", "plan.packs_per_step=4", "--explore"
+    ).output
+    assert shown.startswith("nothing to gain")
+
+
 def test_a_stream_is_planned_as_training_cuts_it(run, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 40)
     store = tmp_path / "text.store"
@@ -197,7 +232,7 @@ def test_a_stream_is_planned_as_training_cuts_it(run, tmp_path):
     run("prepare", *words, "--store", str(store))
     planned = run("plan", str(store), "plan.capacity=100", "plan.packs_per_step=2", "--json")
     report = json.loads(planned.output)
-    assert (report["documents"], report["tokens"]) == (18, 1720)
+    assert (report["documents"], report["tokens"]) == (16, 1548)  # without the last tenth, for validation
 
 
 def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file):
@@ -218,14 +253,14 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
         ("pack nowhere.npy", "nowhere.npy"),
         ("pack LENGTHS capacity=100", "capacity=100"),
         ("pack LENGTHS method=best", "method"),
-        ("pack LENGTHS max_documents=-1", "max_documents"),
+        ("pack LENGTHS plan.max_documents=-1", "plan.max_documents"),
         ("pack LENGTHS out=packs.json", ".npz"),
         ("pack LENGTHS out=LENGTHS.npz", "exists"),
-        ("pack LENGTHS capactiy=9", "did you mean capacity"),
+        ("pack LENGTHS plan.capactiy=9", "did you mean plan.capacity"),
         ("pack . histogram=true", "folder"),
         ("plan --foo", "--foo"),
         ("plan LENGTHS --stpe 3", "--step"),
-        ("plan", "multipack plan --help`"),
+        ("plan", "nothing to plan"),
         ("plna", "'plna'"),
         ("generate somewhere", "--prompt"),
         ("plan LENGTHS --step 99999", "--step 99999"),

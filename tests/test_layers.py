@@ -66,7 +66,7 @@ for name in ("Decoder", "PackedCollator", "TokenStore"):
     "words",
     [
         ("plan", "plan.capacity=1024", "world_size=2", "--json"),
-        pytest.param(("pack", "capacity=1024", "method=fewest", "--json"), marks=pytest.mark.slow),
+        pytest.param(("pack", "plan.capacity=1024", "method=fewest", "--json"), marks=pytest.mark.slow),
     ],
 )
 def test_commands_of_the_planner_need_numbers_only(lengths, words):

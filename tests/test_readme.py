@@ -53,6 +53,7 @@ def test_settings_in_commands_are_legal():
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
     from multipack.cli.plan_settings import PackCommand, PlanCommand
     from multipack.launch.advise_request import AdviseRequest
+    from multipack.training.other_names import translate
     from multipack.training.run_config import compose
     from multipack.words import merge
 
@@ -65,7 +66,7 @@ def test_settings_in_commands_are_legal():
         ]
         try:
             if name in commands:
-                merge(commands[name], settings)
+                merge(commands[name], settings, translate=translate)
             else:
                 compose(settings)
         except ValueError as error:

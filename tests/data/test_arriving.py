@@ -302,7 +302,10 @@ def test_the_summary_counts_documents_that_have_arrived(stream):
     corpus = Corpus(none, none, arriving.tokenizer, "", "", fit, fit, {}, (), Path(), arriving=arriving)
     list(arriving)
     assert corpus_notes(corpus) == [
-        ("too long, training", "30 documents longer than 4 tokens truncated (240 tokens)"),
+        (
+            "too long, training",
+            "30 documents longer than 4 tokens truncated (240 tokens); targets cut off in 30 of them",
+        ),
         ("skipped", "1 empty documents"),
     ]
 

@@ -11,11 +11,10 @@ import pytest
 from multipack.data import corpus as module
 from multipack.data import stdlib, stored_lengths
 from multipack.data.corpus import load_corpus
-from multipack.data.documents import Documents
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore
-from multipack.data.stored_lengths import LengthsConfig, read_lengths
+from multipack.data.stored_lengths import read_lengths
 from multipack.data.tokenizer import TokenizerConfig
 
 AUTO, BYTE, CHAR, BPE = (TokenizerConfig(*given) for given in ((), ("byte",), ("char",), ("bpe", "", 300)))
@@ -184,15 +183,9 @@ def test_a_store_is_verified_once_until_its_files_change(config, pairs, tmp_path
     assert len(calls) == 2
 
 
-def test_lengths_of_a_store_are_those_of_training(write_store):
+def test_lengths_of_a_store(write_store):
     store = write_store([[(3, False), (9, True)], [(4, True)]])
-    assert read_lengths(store.path, 16)[1].tolist() == [9, 3]
-    lengths, targets, fit = read_lengths(
-        store.path, 8, data=LengthsConfig("split", overlap=1, repeat_prompt=True)
-    )
-    documents, report = Documents.whole(store).fit(8, "split", 1, True)
-    assert lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
-    assert (targets.tolist(), fit) == (documents.target_counts.tolist(), report)
+    assert read_lengths(store.path, 16).tolist() == [12, 4]
 
 
 def test_the_standard_library(config, monkeypatch):

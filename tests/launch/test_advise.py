@@ -37,8 +37,8 @@ def advised(*words):
         (["model=gpt2", "devices=1"], "ddp"),
         (["devices=16"], "zero"),
         (["devices=16", "link=slow"], "pipeline"),
-        (["devices=16", "capacity=131072"], "context"),
-        (["devices=8", "capacity=32768", "memory=40GiB", "model.window=4096"], "context"),
+        (["devices=16", "plan.capacity=131072"], "context"),
+        (["devices=8", "plan.capacity=32768", "memory=40GiB", "model.window=4096"], "context"),
         (["model=llama-70b", "devices=64"], "together"),
     ],
 )
@@ -70,7 +70,7 @@ WITHOUT_BLOCKS = "model.d_ff=14330"
 
 
 def test_offload_is_for_what_fits_in_no_other_way():
-    advice = advised("devices=2", "memory=48GiB", "capacity=2048", WITHOUT_BLOCKS)
+    advice = advised("devices=2", "memory=48GiB", "plan.capacity=2048", WITHOUT_BLOCKS)
     assert advice.chosen.config.offload == "cpu"
     assert "120 GiB in the memory of each host" in advice.path[-1][1]
     assert all(answer.startswith("no: ") for _, answer in advice.path[:-1])
@@ -158,7 +158,7 @@ def test_links_and_pipelines_change_estimated_times():
 
 
 def test_muon_has_less_state_and_no_offload():
-    words = ("devices=2", "memory=48GiB", "capacity=2048", WITHOUT_BLOCKS)
+    words = ("devices=2", "memory=48GiB", "plan.capacity=2048", WITHOUT_BLOCKS)
     adamw, muon = (advise(request(*words, f"optimizer={name}")) for name in ("adamw", "muon"))
     assert adamw.chosen.config.offload == "cpu"
     assert all(each.config.offload == "none" for each in muon.rows)
@@ -170,8 +170,8 @@ def test_muon_has_less_state_and_no_offload():
 @pytest.mark.parametrize(
     "words",
     [
-        ["devices=16", "model.layers=20", "model.dropout=0.1", "capacity=65536", "dtype=fp16"],
-        ["devices=2", "memory=48GiB", "capacity=2048"],
+        ["devices=16", "model.layers=20", "model.dropout=0.1", "plan.capacity=65536", "dtype=fp16"],
+        ["devices=2", "memory=48GiB", "plan.capacity=2048"],
         ["devices=1"],
     ],
 )
@@ -203,8 +203,8 @@ def test_bad_words_are_refused():
         ("devices=12", "devices_per_host=8: use devices=16"),
         ("devices=0", "devices=0"),
         ("link=medium", "link=medium"),
-        ("capactiy=4096", "did you mean capacity"),
-        ("plan.capacity=4096", "did you mean capacity"),
+        ("plan.capactiy=4096", "did you mean plan.capacity"),
+        ("plan.capacity=1", "plan.capacity=1"),
         ("model=lama-8b", "did you mean model=llama-8b"),
         ("reserve=1", "reserve=1"),
         ("teraflops=-1", "teraflops=-1"),

@@ -19,7 +19,7 @@ COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", 
 def advise(
     words: Annotated[
         list[str] | None,
-        argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …"),
+        argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, plan.capacity=TOKENS, …"),
     ] = None,
     as_json: Json = False,
     settings: Annotated[
@@ -30,7 +30,7 @@ def advise(
 
     Examples:
       multipack advise model=llama-8b devices=16 memory=80GiB
-      multipack advise model=llama-70b devices=64 link=slow capacity=32768
+      multipack advise model=llama-70b devices=64 link=slow plan.capacity=32768
       multipack advise model=path/config.json devices=8 dtype=fp32 --json
 
     Prints the reasons and the training command. Nothing is started and no device
@@ -41,9 +41,10 @@ def advise(
     from multipack.launch.advise import advise as find_advice
     from multipack.launch.advise_request import AdviseRequest
     from multipack.reports.console import Console
+    from multipack.training.other_names import translate
     from multipack.words import merge
 
-    advice = find_advice(merge(AdviseRequest, words or []))
+    advice = find_advice(merge(AdviseRequest, words or [], translate=translate))
     if as_json:
         print_json(advice.to_dict())
     else:

@@ -23,15 +23,21 @@ if TYPE_CHECKING:
     from multipack.planning.report import PlanReport
     from multipack.reports.console import Console
 
+Planned = tuple[
+    "NDArray[np.int64]", "NDArray[np.int64] | None", "NDArray[np.float64] | None", int, list[tuple[str, str]]
+]
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
 
 
 def plan(
-    source: Source,
     words: Annotated[
         list[str] | None,
-        argument("SETTING", "plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …"),
+        argument(
+            "[DOCUMENTS] SETTING",
+            "A .npy file of lengths, a token store or a file of documents, or data=… as in training; plan.KEY=VALUE,"
+            " model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
+        ),
     ] = None,
     explore: Annotated[
         bool, typer.Option("--explore", help="Print a table of windows, budgets and grouping.")
@@ -53,6 +59,7 @@ def plan(
     Examples:
       multipack plan lengths.npy plan.capacity=8192 world_size=4
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
+      multipack plan chats.jsonl data.overlong=truncate world_size=4
       multipack plan books.store model=path/config.json --explore
       multipack plan lengths.npy world_size=8 --picture plan.html
 
@@ -61,46 +68,63 @@ def plan(
     measured times. `multipack plan --settings` lists all settings.
     """
     from multipack.atomic import write_atomically
-    from multipack.cli.plan_settings import PlanCommand, training_command
-    from multipack.data.stored_lengths import read_lengths
+    from multipack.cli.plan_settings import compose_plan, training_command
     from multipack.planning.advice import advise
     from multipack.planning.report import padded_share
     from multipack.reports.console import Console
-    from multipack.reports.summary import report_rows
-    from multipack.words import merge
+    from multipack.reports.summary import report_rows, verdict
 
     words, file = _without_file(words or [], picture)
-    command = merge(PlanCommand, words)
-    lengths, targets, fit = read_lengths(Path(source), command.plan.capacity, data=command.data)
+    path, command = compose_plan(words)
     console = Console(stream=sys.stderr if as_json else None)
+    lengths, targets, weights, cut, more = _documents(path, command, console)
+    source = str(path or command.data.path or command.data.source)
     if explore:
         _explore(source, lengths, command, as_json)
         return
-    cut = 0 if fit is None or fit.policy == "drop" else fit.documents
-    planned, measured = _measured(lengths, targets, command, cut, console)
+    planned, measured = _measured(lengths, targets, weights, command, cut, console)
     drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
     if as_json:
-        more = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
-        print_json(measured.to_dict() | more)
+        others = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
+        print_json(measured.to_dict() | others)
         return
     rows = report_rows(measured, share, command.padded_batch_size, command.world_size, command.plan, advice)
-    fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
-    console.section(f"plan of {source}", [*rows, *fit_rows])
+    trained = training_command("data=…" if path else "", command)
+    if file is None:
+        head, _, pictures = drawn.partition("\n")
+        console.paragraph(head)
+        console.line(pictures)
+    console.section(f"plan of {source}", [*rows, *more])
     if file is not None:
-        content = _picture(planned, measured, command, step, share, Path(source), [*rows, *fit_rows], file)
-        write_atomically(file, content)
+        view = (planned, measured, command, step, share, source, trained, [*rows, *more], file)
+        write_atomically(file, _picture(*view))
         console.line(f"\npicture written: {file}")
-        return
-    head, _, pictures = drawn.partition("\n")
-    console.paragraph(f"\n{head}")
-    console.line(f"{pictures}\n")
-    console.line(f"to train with this plan:\n  {training_command(Path(source), command)}")
+    console.line()
+    console.paragraph(verdict(measured, share, command.world_size))
+    console.line(f"to train with this plan:\n  {trained}")
+
+
+def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
+    """Lengths, targets, weights, how many were divided, and rows about the others; of a file its lengths alone."""
+    if path is not None:
+        from multipack.data.stored_lengths import read_lengths
+
+        return read_lengths(path, command.plan.capacity), None, None, 0, []
+    from multipack.data.corpus import load_corpus
+    from multipack.reports.summary import corpus_rows
+
+    with console.progress("tokenizing") as advance:
+        corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.longest, progress=advance)
+    found, fit = corpus.train, corpus.train_fit
+    cut = 0 if fit.policy == "drop" else fit.documents
+    return found.lengths, found.target_counts, found.weights, cut, corpus_rows(corpus)
 
 
 def _measured(
     lengths: NDArray[np.int64],
     targets: NDArray[np.int64] | None,
+    weights: NDArray[np.float64] | None,
     command: PlanCommand,
     cut: int,
     console: Console,
@@ -115,6 +139,7 @@ def _measured(
         planned = make_plan(
             lengths,
             targets=targets,
+            weights=weights,
             seed=command.seed,
             epoch=command.epoch,
             cost=command.cost_model(),
@@ -139,21 +164,19 @@ def _picture(
     command: PlanCommand,
     step: int,
     share: float,
-    source: Path,
+    source: str,
+    trained: str,
     rows: list[tuple[str, str]],
     file: Path,
 ) -> bytes:
     """The picture of a plan, of the kind that the name of its file ends with."""
-    from multipack.cli.plan_settings import training_command
     from multipack.reports.plan_page import plan_page
     from multipack.reports.plan_picture import draw_plan
     from multipack.reports.plan_view import plan_view
 
-    view = plan_view(
-        planned, measured, step, command.padded_batch_size, share, training_command(source, command)
-    )
+    view = plan_view(planned, measured, step, command.padded_batch_size, share, trained)
     if file.suffix == ".html":
-        return plan_page(view, f"Plan of {source.name}", rows)
+        return plan_page(view, f"Plan of {Path(source).name}", rows)
     return draw_plan(view, file.suffix[1:])
 
 
@@ -176,7 +199,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
     """Print plans with other windows, budgets and grouping."""
     from multipack.planning.advice import explore
     from multipack.reports.console import Console
-    from multipack.reports.summary import explore_notes, explore_table
+    from multipack.reports.summary import explore_notes, explore_table, explore_verdict
 
     console = Console()
     with console.progress("exploring") as advance:
@@ -194,6 +217,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
     if as_json:
         print_json([row.to_dict() for row in rows])
         return
+    console.paragraph(explore_verdict(rows))
     ranks = f", {command.world_size} ranks, sync={command.sync}" if command.world_size > 1 else ""
     console.table(f"plans of {source}{ranks}", *explore_table(rows))
     console.line()
@@ -204,7 +228,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
 def pack(
     source: Source,
     words: Annotated[
-        list[str] | None, argument("SETTING", "capacity=TOKENS, method=NAME, out=FILE.npz, …")
+        list[str] | None, argument("SETTING", "plan.capacity=TOKENS, method=NAME, out=FILE.npz, …")
     ] = None,
     as_json: Json = False,
     settings: Annotated[bool, settings_option("PackCommand", module=SETTINGS)] = False,
@@ -212,9 +236,9 @@ def pack(
     """Pack documents in any order, with a proven bound.
 
     Examples:
-      multipack pack lengths.npy capacity=8192
-      multipack pack lengths.npy capacity=8192 method=fewest out=packs.npz
-      multipack pack counts.npy capacity=512 method=fewest histogram=true
+      multipack pack lengths.npy plan.capacity=8192
+      multipack pack lengths.npy plan.capacity=8192 method=fewest out=packs.npz
+      multipack pack counts.npy plan.capacity=512 method=fewest histogram=true
 
     `multipack pack --settings` lists all settings.
     """
@@ -225,35 +249,35 @@ def pack(
     from multipack.data.stored_lengths import read_lengths
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import PLANNING, Console
+    from multipack.training.other_names import translate
     from multipack.words import merge
 
-    command = merge(PackCommand, words or [])
-    lengths = read_lengths(Path(source), command.capacity, command.histogram)[0]
-    limit = command.max_documents or None
+    command = merge(PackCommand, words or [], translate=translate)
+    capacity, limit = command.plan.capacity, command.plan.max_documents or None
+    lengths = read_lengths(Path(source), capacity, command.histogram)
     console = Console(stream=sys.stderr if as_json else None)
     started = time.perf_counter()
     with console.notice(PLANNING):
-        packs = make_packs(lengths, command.capacity, command.method, limit, command.time_budget)
+        packs = make_packs(lengths, capacity, command.method, limit, command.time_budget)
     seconds = time.perf_counter() - started
     if command.out:
         with io.BytesIO() as buffer:
             bound = packs.lower_bound or 0
-            np.savez(
-                buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=command.capacity
-            )
+            np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
             write_atomically(Path(command.out), buffer.getvalue())
     if not as_json:
         console.section(f"packs of {source}", _pack_rows(packs, lengths, command, seconds))
         return
     tokens = int(lengths.sum())
     shown = {
-        **asdict(command),
+        **{name: value for name, value in asdict(command).items() if name != "plan"},
+        **asdict(command.plan),
         "documents": len(lengths),
         "tokens": tokens,
         "packs": len(packs),
         "lower_bound": packs.lower_bound,
         "gap": packs.gap,
-        "filled": tokens / (len(packs) * command.capacity),
+        "filled": tokens / (len(packs) * capacity),
         "seconds": seconds,
     }
     print_json(shown)
@@ -271,9 +295,9 @@ def _pack_rows(
     return [
         ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
         ("tokens", f"{tokens:,}"),
-        ("packs", f"{len(packs):,} of at most {command.capacity:,} tokens, by {command.method}"),
+        ("packs", f"{len(packs):,} of at most {command.plan.capacity:,} tokens, by {command.method}"),
         ("proven bound", f"{bound:,} packs are a lower bound: {proven}"),
-        ("filled", f"{tokens / (len(packs) * command.capacity):.4%} of the slots hold tokens"),
+        ("filled", f"{tokens / (len(packs) * command.plan.capacity):.4%} of the slots hold tokens"),
         ("largest pack", f"{int(packs.sizes().max()):,} documents"),
         ("packed in", f"{seconds:.3f} s"),
         *([("written to", command.out)] if command.out else []),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from multipack.cli.command_options import Json, Settings, Words, fail, print_json, settings_option
+from multipack.cli.command_options import Json, Settings, Words, fail, option, print_json, settings_option
+
+if TYPE_CHECKING:
+    from multipack.data.shown import Shown
+    from multipack.training.run_config import Config
 
 
 def train(words: Words = None, settings: Settings = False) -> None:
@@ -52,6 +56,7 @@ def prepare(
     part: Annotated[str, typer.Option(help="i/n: tokenize part i of n of one store.")] = "1/1",
     engine: Annotated[str, typer.Option(help="local, or ray: all parts as tasks of a cluster.")] = "local",
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
+    show: Annotated[int, option("Print this many documents, with their targets marked.", min=0)] = 0,
     as_json: Json = False,
     settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
 ) -> None:
@@ -66,6 +71,7 @@ def prepare(
       multipack train data=store data.path=books.store
       multipack prepare data=jsonl data.path=web.jsonl --store web --shards 16
       multipack prepare data=jsonl data.path=web/ --store web.store --part 3/16
+      multipack prepare data=jsonl data.path=chats.jsonl --show 3
       multipack prepare --report books.store
 
     `multipack prepare --settings` lists all settings.
@@ -73,15 +79,16 @@ def prepare(
     from multipack.data.corpus import validation_sets
     from multipack.data.corpus_report import CorpusReport
     from multipack.data.prepare import prepare as run
+    from multipack.data.shown import MOST_TOKENS
     from multipack.data.store import TokenStore
     from multipack.data.tokenizer import TokenizerConfig
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
-    from multipack.training.run_config import compose
+    from multipack.training.run_config import compose_documents
 
     console, path = Console(stream=sys.stderr if as_json else None), report
+    composed = compose_documents(words or [])
     if path is None:
-        composed = compose(words or [])
         sets = validation_sets(composed.data)
         if sets and (store or part != "1/1" or engine != "local"):
             raise ValueError(
@@ -110,10 +117,42 @@ def prepare(
             print_json({"folder": str(path), "is_complete": False})
         return
     found = CorpusReport(path)
+    shown, fit = _shown(path, composed, show) if show else ([], "")
     if as_json:
-        print_json({"folder": str(path), **found.to_dict()})
+        more = {"shown": [each._asdict() for each in shown]} if show else {}
+        print_json({"folder": str(path), **found.to_dict(), **more})
+        return
+    for document in shown:
+        console.line(
+            f"\n{document.name}: {document.tokens:,} tokens, {document.targets:,} targets", style="bold"
+        )
+        console.marked(document.parts)
+        if document.tokens > MOST_TOKENS:
+            console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
+    print_store(console, path, found, fit)
+
+
+def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
+    """The first documents of a store as they are trained, and what is done to those that are too long."""
+    from multipack.data.documents import Documents
+    from multipack.data.shown import show
+    from multipack.data.store import TokenStore
+
+    data, limit = config.data, config.document_limit
+    store = TokenStore(path)
+    documents = Documents.whole(store, data.train_on_prompt)
+    if store.header.split_by == "position":
+        documents = documents.cut(data.block_size or limit)
+    longer = int((documents.lengths > limit).sum())
+    policy = store.header.overlong if data.overlong == "auto" else data.overlong
+    if longer and policy == "error":
+        fit = (
+            f"{longer:,} documents have more than {limit:,} tokens: set data.overlong, or raise plan.capacity"
+        )
     else:
-        print_store(console, path, found)
+        documents, report = documents.fit(limit, policy, data.overlap, data.repeat_prompt)
+        fit = report.describe()
+    return [each for index in range(min(count, len(documents))) for each in show(documents, index)], fit
 
 
 def calibrate(

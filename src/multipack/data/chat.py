@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 2"
 _BUILT_IN = {"chatml": ("", "<|im_end|>"), "llama3": ("<|begin_of_text|>", "<|eot_id|>")}
 """bos_token and eos_token of built-in templates; `plain` uses only the tokenizer's end token."""
+TOOL_CALLS = "tool_calls that the chat template does not write"
+EMPTY_ANSWER = "an empty answer, whose only target is the end of the turn"
+NO_END = "an answer whose end is no target, so that the model does not learn to stop"
 _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 _Answers = list[tuple[int, int, bool]]  # begin and end of answers in the output, and whether they are targets
 
@@ -120,6 +123,32 @@ class ChatTemplate:
         chat = _Chat(self, messages, tools)
         written = chat.write(None, add_generation_prompt)
         return self._cut(written, chat, len(messages) if add_generation_prompt else first_target)
+
+    def notes(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
+    ) -> set[str]:
+        """What is trained otherwise than it seems to be in a conversation that was written as `parts`."""
+        turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
+        found = {TOOL_CALLS} if self._leaves_out("tool_calls", messages, tools) else set[str]()
+        if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
+            found.add(EMPTY_ANSWER)
+        ends = [[part.is_special for part in turn if part.text.strip()][-1:] for turn in turns]
+        if [False] in ends:
+            found.add(NO_END)
+        return found
+
+    def _leaves_out(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether some message has a value for `key`, and the template writes nothing of any of them."""
+        if not any(entry.get(key) for entry in messages):
+            return False
+        without = [{name: value for name, value in entry.items() if name != key} for entry in messages]
+        try:
+            texts = [
+                chat.restore(chat.write()) for chat in (_Chat(self, m, tools) for m in (messages, without))
+            ]
+        except ValueError:  # it refuses messages without these values, and so it reads them
+            return False
+        return texts[0] == texts[1]
 
     @cached_property
     def end_of_turn(self) -> str:

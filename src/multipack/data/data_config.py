@@ -1,10 +1,11 @@
-"""`DataConfig`: the settings of a run's documents, and their checks."""
+"""`DataConfig` and `TokenizerConfig`: the settings of a run's documents, and their checks. Imports no library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import resources
 from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_origin, get_type_hints
@@ -18,7 +19,26 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 Division = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
+TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
+
+
+SUFFIXES = {
+    "text": (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet", ".pq"),
+}
+"""Source → suffixes of the files that are read in a folder, which may be followed by `.gz`."""
+
+
+def source_of(path: str) -> str:
+    """The source of the documents at a path, by its suffix or as a token store; empty if unknown."""
+    if (Path(path).expanduser() / "header.json").is_file():
+        return "store"
+    name = path.lower().removesuffix(".gz")
+    if name.endswith(".json"):
+        return "jsonl"
+    return next((source for source, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
 
 
 @dataclass
@@ -234,3 +254,47 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )
 """Settings, the sources with which they have an effect, and what to do with the others."""
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer of a run."""
+
+    kind: TokenizerKind = "auto"
+    """Kind of tokenizer; auto: that of the token store or of train.init_from, else byte pairs of the corpus."""
+    path: str = ""
+    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
+    vocabulary_size: int = 2048
+    """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
+
+    PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
+
+    @staticmethod
+    def preset(name: str) -> dict[str, str] | None:
+        """The settings of `tokenizer=PATH`; None if `name` is not a path."""
+        named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
+        is_path = name.endswith(".json") or Path(name).exists()
+        return {"kind": "file", "path": name} if is_path and not named.is_file() else None
+
+    def check(self) -> None:
+        """Check every setting and their combination; raises `ValueError`."""
+        check_choice("tokenizer.kind", self.kind, TokenizerKind)
+        if self.kind in ("file", "transformers") and not self.path:
+            raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
+        if self.path and self.kind not in ("file", "transformers", "mistral"):
+            raise ValueError(
+                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
+                f"tokenizer.kind={self.kind}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
+        if self.path:
+            return f"{self.kind} {Path(self.path).name}"
+        return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is trained on the corpus; all other kinds exist before any document is read."""
+        return self.kind in ("auto", "char", "bpe")

@@ -305,6 +305,7 @@ class Documents:
                     f" data.repeat_prompt=false, or raise {_ROOM}"
                 )
         fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
+        is_truncated = policy in ("truncate", "truncate_left")
         return fitted, FitReport(
             limit,
             policy,
@@ -312,6 +313,7 @@ class Documents:
             pieces=len(fitted) - (len(self) - len(long)),
             tokens=abs(fitted.num_tokens - self.num_tokens),
             without_targets=int((fitted.target_counts == 0).sum()),
+            cut_answers=int((fitted.target_counts < self.target_counts).sum()) if is_truncated else 0,
         )
 
     def __repr__(self) -> str:

@@ -103,6 +103,7 @@ class FitReport:
         pieces: number of documents and pieces that remain of them.
         tokens: tokens that were cut off or dropped; of `split`, tokens that pieces repeat.
         without_targets: remaining documents and pieces without a target.
+        cut_answers: truncated documents that lost targets.
     """
 
     limit: int
@@ -111,6 +112,7 @@ class FitReport:
     pieces: int = 0
     tokens: int = 0
     without_targets: int = 0
+    cut_answers: int = 0
 
     def __add__(self, other: FitReport) -> FitReport:
         """Counts of both; one without longer documents may have another policy."""
@@ -126,4 +128,6 @@ class FitReport:
             found.append(f"{self.documents:,} documents longer than {self.limit:,} tokens {result}")
         if self.without_targets:
             found.append(f"{self.without_targets:,} documents or pieces without a target")
+        if self.cut_answers:
+            found.append(f"targets cut off in {self.cut_answers:,} of them")
         return "; ".join(found)

@@ -31,7 +31,7 @@ from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build
 from multipack.data.writer import StoreWriter, remove_store
 from multipack.planning.options import check_choice
 
-VERSION = 3
+VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
@@ -197,7 +197,7 @@ def _write_part(
                 writer.end_shard()
             progress(source.done, source.total, f"{source.unit} tokenized")
         kept = writer.num_documents // (2 if source.records.pairs else 1)
-        writer.skipped = dict(source.skipped)
+        writer.skipped, writer.notes = dict(source.skipped), source.reader.notes
         if read > kept and not source.is_stream:
             writer.skipped["documents without tokens"] = read - kept
         if not kept and parts == 1:

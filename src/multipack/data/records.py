@@ -82,6 +82,7 @@ class RecordReader:
         template: the `ChatTemplate` that renders messages; None before the first record, and if the fields hold text.
         chat_template: the template as JSON; empty without one.
         special_tokens: names of its special tokens.
+        notes: what people should know about the records so far → their number, and the name of the first.
     """
 
     def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
@@ -90,12 +91,14 @@ class RecordReader:
         self.context, self.answers, self.tools = tuple[str, ...](), tuple[str, ...](), "tools"
         self.label = ""
         self.template = cast(Any, None)
+        self._unused = _left_out(config.fields)
         self.restart()
         self.chat_template, self.special_tokens = "", tuple[str, ...]()
 
     def restart(self) -> None:
-        """Forget the record before: the next one is the first."""
+        """Forget the records before: the next one is the first."""
         self._last_answer: str | list[Message] | None = None
+        self.notes: dict[str, tuple[int, str]] = {}
 
     @property
     def pairs(self) -> bool:
@@ -120,6 +123,7 @@ class RecordReader:
             self.label,
             self._config.weight_field,
             *CONTEXTS,
+            *self._unused,
             *(self._config.fields or chain(*required)),
         }
         return [name for name in names if name in wanted]
@@ -195,6 +199,7 @@ class RecordReader:
             last, self._last_answer = self._last_answer, answers[0]
             answers = [answers[0], answers[0] if last is None else last]
         found: list[tuple[TextPart, ...]]
+        notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
         if self.template is None:
             prompts = [text + self._config.between for text in context]
             if self.form == "alpaca":
@@ -204,6 +209,11 @@ class RecordReader:
         else:
             tools = read_tools(record.get(self.tools), self.tools)
             found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
+            own = zip(answers[:1] if self.label else answers, found, strict=False)  # not another record's
+            notes |= set().union(*(self.template.notes(context + a, tools, parts) for a, parts in own))
+        for text in sorted(notes):
+            count, first = self.notes.get(text, (0, name))
+            self.notes[text] = (count + 1, first)
         weights += [1.0] * (len(found) - 1)  # an item has one weight
         return [
             SourceDocument(name, parts, self.template is None, weight)
@@ -245,6 +255,13 @@ class RecordReader:
         if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
             context = [{"role": "system", "content": _text(record, "system")}, *context]
         return context, answers
+
+
+def _left_out(fields: list[str]) -> list[str]:
+    """Fields that complete these to a known form, such as Alpaca's `input`, or `rejected` beside `chosen`."""
+    pairs = [(context, "chosen", "rejected") for context in CONTEXTS if "rejected" not in fields]
+    known = [{*names} for names in (*(names for _, names in FORMS), *pairs)]
+    return sorted(set().union(*(names - {*fields} for names in known if fields and {*fields} <= names)))
 
 
 def _field(record: dict[str, Any], field: str) -> Any:

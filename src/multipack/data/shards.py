@@ -10,7 +10,7 @@ A shard is a safetensors file of flat, little-endian arrays; a document is a sli
     weights                                   float64, documents; empty if all are 1
 
 Its metadata holds a hash of the documents that does not depend on their division into shards, the number of documents
-that were read for it, and in the last shard of a part what the source skipped.
+that were read for it, and in the last shard of a part what the source skipped and noted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from multipack.atomic import read_file, write_atomically
 from multipack.planning.lengths import check_integer
 
 Integers = NDArray[np.int64]
+Notes = dict[str, tuple[int, str]]
+"""What people should know about records → number of these records, and the name of the first."""
 FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER, CHAT_TEMPLATE = "header.json", "tokenizer.json", "chat_template.json"
 SHARDS = "shard-*.safetensors"
@@ -62,6 +64,7 @@ class Shard:
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
         skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
             skipped; None: another shard follows.
+        notes: of such a shard: what people should know → number of its records, and the name of the first.
         file: the file; None = in memory.
         bytes: size of the file.
         label: begins the names of the documents.
@@ -77,6 +80,7 @@ class Shard:
     content: int = 0
     read: int = 0
     skipped: dict[str, int] | None = None
+    notes: Notes = field(default_factory=dict)
     file: Path | None = None
     bytes: int = 0
     label: str = ""
@@ -177,7 +181,13 @@ def write_shard(path: Path, shard: Shard) -> None:
         OSError: the file cannot be written.
     """
     content, read = f"{shard.content:032x}", shard.read
-    about = {"version": VERSION, "content": content, "read": read, "skipped": shard.skipped}
+    about = {
+        "version": VERSION,
+        "content": content,
+        "read": read,
+        "skipped": shard.skipped,
+        "notes": shard.notes,
+    }
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     data = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
     write_atomically(path, data)
@@ -198,12 +208,14 @@ def open_shard(path: Path, label: str = "") -> Shard:
         about = json.loads(layout["__metadata__"][FORMAT])
         if about["version"] != VERSION:
             raise ValueError("another version")
+        noted = dict(about.get("notes", {}))  # stores before notes lack them
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
         shard = Shard(
             **{name: _array(data, name, layout[name]) for name in _ARRAYS},
             content=int(about["content"], 16),
             read=check_integer("read", about["read"], 0),
             skipped=_counts(about["skipped"]),
+            notes={str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in noted.items()},
             file=path,
             bytes=begin + len(data),
             label=label,

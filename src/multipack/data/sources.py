@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from multipack.data import stdlib
-from multipack.data.data_config import RECORDS, DataConfig
+from multipack.data.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
-from multipack.data.tokenizer import TokenizerConfig
 from multipack.machine import import_extra
 
 Found = SourceDocument | str
@@ -100,7 +99,7 @@ class Source:
             root, names = stdlib.library_files()
             self.name = f"Python {platform.python_version()} standard library"
         else:
-            root, names, self._ignored = find_files(config.path, READERS[config.source][1])
+            root, names, self._ignored = find_files(config.path, SUFFIXES[config.source])
             self.name = root.name or str(root)
         for name in names:
             path = root / name if name else root
@@ -147,7 +146,7 @@ class Source:
 
     def _read_files(self) -> Iterator[Found]:
         """The documents of each file; it is closed before the next one is opened."""
-        read = READERS[self.config.source][0]
+        read = READERS[self.config.source]
         for file in self.files:
             state = file.path.stat()
             if (state.st_size, state.st_mtime_ns) != (file.size, file.modified):
@@ -300,13 +299,13 @@ def open_dataset(config: DataConfig) -> Any:
     return dataset.to_iterable_dataset() if config.stream else dataset
 
 
-READERS: dict[str, tuple[Callable[[Source, SourceFile, BinaryIO], Iterator[Found]], tuple[str, ...]]] = {
-    "stdlib": (read_stdlib, (".py",)),
-    "text": (read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
-    "jsonl": (read_jsonl, (".jsonl", ".ndjson")),
-    "parquet": (read_parquet, (".parquet", ".pq")),
+READERS: dict[str, Callable[[Source, SourceFile, BinaryIO], Iterator[Found]]] = {
+    "stdlib": read_stdlib,
+    "text": read_text,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
 }
-"""`data.source` → function that yields the documents of a file, and suffixes of the files that are read in a folder.
+"""`data.source` → function that yields the documents of a file.
 
-The name of a new source must also be added to `SourceName` in data_config.py.
+The name of a new source must also be added to `SourceName` in data_config.py, and suffixes of its files to `SUFFIXES`.
 """

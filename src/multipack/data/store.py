@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.shards import TOKENIZER, Integers, Shard, StoreHeader, chain, damaged, find_shards
+from multipack.data.shards import TOKENIZER, Integers, Notes, Shard, StoreHeader, chain, damaged, find_shards
 from multipack.data.tokenizer import Progress, Tokenizer, silent
 
 _COMPUTED = ("lengths", "weights", "tokenizer")
@@ -55,6 +55,7 @@ class TokenStore:
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
+        warnings: sentences on records that are trained otherwise than they seem to be.
         description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
             memory the bytes of its files. Reads for planning and by `verify` are not counted.
@@ -129,6 +130,21 @@ class TokenStore:
     def kind(self) -> str:
         """What its documents are."""
         return "labeled answers" if self.has_labels else "pairs" if self.has_pairs else "single documents"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on records that are trained otherwise than they seem to be, with the name of the first."""
+        noted: Notes = {}
+        for shard in self.shards:
+            for text, (count, name) in shard.notes.items():
+                before, first = noted.get(text, (0, shard.label + name))
+                noted[text] = (before + count, first)
+        number = self.num_documents // (2 if self.has_pairs else 1)
+        kind = "conversations" if self.header.chat_template else "documents"
+        return [
+            f"{count:,} of {number:,} {kind} with {text} (the first: {first})"
+            for text, (count, first) in noted.items()
+        ]
 
     def in_memory(self) -> TokenStore:
         """The same store, its arrays read into the memory of this process."""

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from multipack.data.data_config import Overlong
-from multipack.data.overlong import FitReport, Integers
+from multipack.data.data_config import source_of
+from multipack.data.overlong import Integers
 from multipack.machine import available_memory
 from multipack.planning.lengths import check_lengths
 
 
-@dataclass
-class LengthsConfig:
-    """Policy for long documents of a store, as in `DataConfig`."""
-
-    overlong: Overlong = "auto"
-    """Documents longer than a pack; auto: the store's own policy, mostly an error."""
-    overlap: int = 0
-    """Tokens that a split piece repeats from the previous one, as context."""
-    repeat_prompt: bool = False
-    """Begin each piece of a split document with the document's prompt."""
-
-
-def read_lengths(
-    path: Path, capacity: int, histogram: bool = False, data: LengthsConfig | None = None
-) -> tuple[Integers, Integers | None, FitReport | None]:
-    """Lengths of documents, for the planner.
+def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Integers:
+    """(documents,) tokens of each document, for the planner; of a histogram in increasing order.
 
     Args:
         path: a .npy file of whole numbers, or the folder of a token store.
-        capacity: most tokens of a pack: the stream of a store is cut into documents of this length, and other
-            documents are treated as in training with the same `data`.
+        capacity: the stream of a store is cut into documents of this length.
         histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
-        data: policy for long documents of a store; None = they keep their lengths.
-
-    Returns:
-        (documents,) tokens of each document, of a histogram in increasing order; (documents,) target tokens, or None if
-        unknown: all but the first token; and what was done to documents that were too long, None for a file.
 
     Raises:
         ValueError: there is no array of lengths (or counts) at `path`, and no token store.
@@ -50,28 +29,22 @@ def read_lengths(
         from multipack.data.documents import Documents
         from multipack.data.store import TokenStore
 
-        store, fit = TokenStore(path), None
+        store = TokenStore(path)
         documents = Documents.whole(store)
-        if store.header.split_by == "position":
-            documents = documents.cut(capacity)
-        if data is not None:
-            documents, fit = documents.fit(capacity, data.overlong, data.overlap, data.repeat_prompt)
-        return documents.lengths, documents.target_counts, fit
-    if data is not None and data != LengthsConfig():
-        raise ValueError(
-            f"data.overlong={data.overlong} applies to documents of a store, and {path} is a file of lengths"
-        )
+        return (documents.cut(capacity) if store.header.split_by == "position" else documents).lengths
     try:
         if not path.is_file():
             raise FileNotFoundError("there is no such file")
         # Mapped: an array that is larger than its file is refused before memory is allocated.
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # the file's header is an expression in Python, which fails in many ways
+        kind = source_of(str(path))
+        is_text = f"; to plan these documents: `multipack plan data={kind} data.path={path}`" if kind else ""
         raise ValueError(
             f"{path} is neither the folder of a token store nor a .npy file of lengths, as numpy.save(path, lengths)"
-            f" writes one: {' '.join(str(error).split())}"
+            f" writes one: {' '.join(str(error).split())}{is_text}"
         ) from error
-    return _of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None
+    return _of_histogram(numbers, path) if histogram else check_lengths(numbers)
 
 
 _MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths

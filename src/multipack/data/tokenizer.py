@@ -13,73 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import locked, write_atomically
+from multipack.data.data_config import TokenizerConfig as TokenizerConfig
 from multipack.data.texts import TextPart
 from multipack.data.vocabularies import READERS, byte_alphabet, byte_level, read_file, without_prefix
-from multipack.planning.options import check_choice
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
 """Names of the token that ends a document; the first one that a vocabulary has is taken."""
-TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Progress = Callable[[int, int | None, str], None]
 """`progress(done, total, unit)` is called during long work; total None = unknown."""
 
 
 def silent(*_: object) -> None:
     """A `Progress` that shows nothing."""
-
-
-@dataclass
-class TokenizerConfig:
-    """The tokenizer of a run."""
-
-    kind: TokenizerKind = "auto"
-    """Kind of tokenizer; auto: that of the token store or of train.init_from, else byte pairs of the corpus."""
-    path: str = ""
-    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
-    vocabulary_size: int = 2048
-    """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
-
-    PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
-
-    @staticmethod
-    def preset(name: str) -> dict[str, str] | None:
-        """The settings of `tokenizer=PATH`; None if `name` is not a path."""
-        named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
-        is_path = name.endswith(".json") or Path(name).exists()
-        return {"kind": "file", "path": name} if is_path and not named.is_file() else None
-
-    def check(self) -> None:
-        """Check every setting and their combination; raises `ValueError`."""
-        check_choice("tokenizer.kind", self.kind, TokenizerKind)
-        if self.kind in ("file", "transformers") and not self.path:
-            raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
-        if self.path and self.kind not in ("file", "transformers", "mistral"):
-            raise ValueError(
-                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
-                f"tokenizer.kind={self.kind}"
-            )
-
-    @property
-    def name(self) -> str:
-        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
-        if self.path:
-            return f"{self.kind} {Path(self.path).name}"
-        return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it is trained on the corpus; all other kinds exist before any document is read."""
-        return self.kind in ("auto", "char", "bpe")
 
 
 class Tokenizer:
@@ -122,6 +75,7 @@ class Tokenizer:
         self.end_id: int | None = next((vocabulary[end] for end in END_NAMES if end in vocabulary), None)
         added = [token["content"] for token in fields.get("added_tokens", ()) if token.get("special", False)]
         self._special = {content: vocabulary[content] for content in added}
+        self._special_names = {token: name for name, token in self._special.items()}
         self.special_tokens = tuple(self._special)
         self.bos_token, eos = (_token(self._config.get(key)) for key in ("bos_token", "eos_token"))
         self.eos_token = eos or next((end for end in END_NAMES if end in self._special), "")
@@ -181,6 +135,10 @@ class Tokenizer:
                 " data.chat_template=plain, or take a tokenizer that is trained with it (tokenizer.kind=bpe)"
             )
         return self._special[name]
+
+    def special_name(self, token: int) -> str:
+        """The name of a special token; empty if `token` is none."""
+        return self._special_names.get(int(token), "")
 
     def grown(self, special_tokens: Sequence[str]) -> Tokenizer:
         """This tokenizer, with the `special_tokens` that it lacks appended to the vocabulary."""

@@ -22,6 +22,7 @@ from multipack.data.shards import (
     HEADER,
     SHARDS,
     TOKENIZER,
+    Notes,
     Shard,
     StoreHeader,
     find_shards,
@@ -111,8 +112,8 @@ class ShardBuilder:
                     each.append(([tokenizer.end_id], True))
                 self.add(document.name, each, document.weight)
 
-    def build(self, skipped: dict[str, int] | None = None) -> Shard:
-        """The documents as a shard; see `Shard` for `skipped`.
+    def build(self, skipped: dict[str, int] | None = None, notes: Notes | None = None) -> Shard:
+        """The documents as a shard; see `Shard` for `skipped` and `notes`.
 
         Raises:
             ValueError: a token outside the vocabulary.
@@ -134,6 +135,7 @@ class ShardBuilder:
             ),
             read=self.read,
             skipped=skipped,
+            notes=notes or {},
         )
         return replace(shard, content=shard.hash())
 
@@ -170,6 +172,7 @@ class StoreWriter:
 
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
+        notes: what people should know about records, see `Shard`; may be set until the block ends.
         shards: shards written so far, those of an interrupted writer among them.
 
     Raises:
@@ -179,6 +182,7 @@ class StoreWriter:
 
     def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **header: Any) -> None:
         self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[Shard]()
+        self.notes: Notes = {}
         self._tokenizer, self._part = tokenizer, part
         self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
         self._begin_shard()
@@ -255,7 +259,7 @@ class StoreWriter:
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
         file = self._next_file()
-        write_shard(file, self._builder.build(skipped))
+        write_shard(file, self._builder.build(skipped, None if skipped is None else self.notes))
         self.shards.append(open_shard(file))
         self._begin_shard()
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, get_args
 
-from multipack.launch.advise_request import AdviseRequest
+from multipack.launch.advise_request import AdviseRequest, PackSize
 from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import (
     Memory,
@@ -295,7 +295,8 @@ def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
     """Yield steps of one device with as many tokens in more, smaller packs, until one fits; all are recomputed."""
     capacity, packs = request.capacity // 2, 2 * request.micro_batches
     while capacity >= MIN_SLOTS_PER_RANK:
-        made = Candidate(replace(request, capacity=capacity, micro_batches=packs), ParallelConfig(), "full")
+        smaller = replace(request, plan=PackSize(capacity), micro_batches=packs)
+        made = Candidate(smaller, ParallelConfig(), "full")
         yield made
         if made.fits:
             return

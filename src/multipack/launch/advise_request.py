@@ -20,6 +20,19 @@ TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
 
 
 @dataclass
+class PackSize:
+    """The packs of a run."""
+
+    capacity: int = 8192
+    """Slots of a pack, at least the longest document."""
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.capacity < 2:
+            raise ValueError(f"plan.capacity={self.capacity} must be at least 2")
+
+
+@dataclass
 class AdviseRequest:
     """What to train, and on which devices."""
 
@@ -33,8 +46,7 @@ class AdviseRequest:
     """Memory of a host for offload, as memory; state that does not fit goes to files. Empty = as much as needed."""
     link: Literal["fast", "slow"] = "fast"
     """fast = NVLink and InfiniBand, slow = PCIe and shared Ethernet; the assumed bandwidths are printed."""
-    capacity: int = 8192
-    """Slots of a pack, at least the longest document: plan.capacity."""
+    plan: PackSize = field(default_factory=PackSize)
     micro_batches: int = 4
     """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
     dtype: Dtype = "bf16"
@@ -57,7 +69,7 @@ class AdviseRequest:
     def __post_init__(self) -> None:
         """Check ranges."""
         least = dict.fromkeys(("devices", "devices_per_host", "micro_batches", "document_tokens"), 1)
-        least |= {"capacity": 2, "teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
+        least |= {"teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
@@ -75,6 +87,11 @@ class AdviseRequest:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: write a number and a unit, such as {name}=80GiB"
                 )
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a pack."""
+        return self.plan.capacity
 
     @property
     def usable(self) -> float:

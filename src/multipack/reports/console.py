@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import groupby
 from threading import Timer
 from typing import TextIO
 
@@ -21,6 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from multipack.data.texts import TextPart
 
 CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 """For `str.translate`: control characters → �, because text of a model must not control the terminal."""
@@ -77,6 +80,19 @@ class Console:
             stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
         self._rich.print(Text(text, style=style))
+
+    def marked(self, parts: Sequence[TextPart]) -> None:
+        """Print a text whose targets are in inverse video, and special tokens in bold; in ⟦…⟧ without a terminal."""
+        if not self.enabled:
+            return
+        text, styled = Text(), self._is_terminal and not self._rich.is_dumb_terminal
+        for is_target, run in groupby(parts, lambda part: part.is_target):
+            text.append("⟦" if is_target and not styled else "")
+            for part in run:
+                style = f"{'reverse' if is_target else ''} {'bold' if part.is_special else ''}"
+                text.append(part.text.translate(CONTROL_CHARACTERS), style if styled else "")
+            text.append("⟧" if is_target and not styled else "")
+        self._rich.print(text, end="" if text.plain.endswith("\n") else "\n")
 
     def paragraph(self, text: str) -> None:
         """Print text wrapped to the terminal, or to 80 columns without one."""

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
+    from multipack.data.corpus import Corpus
     from multipack.data.corpus_report import CorpusReport
     from multipack.planning.advice import Choice
     from multipack.planning.options import PlanOptions
     from multipack.planning.report import PlanReport
     from multipack.reports.audit import Audit
 
+WORTHWHILE = 0.005
+"""Least gain of filled slots or balance for which settings are worth changing."""
 Rows = list[tuple[str, str]]
 """(name, value) of each row."""
 
@@ -102,6 +105,26 @@ def report_rows(
     ]
 
 
+def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
+    """Return what a plan reaches, in one line."""
+    found = f"{report.efficiency:.1%} of the slots hold tokens ({padded_share:.1%} in padded batches)"
+    if ranks == 1:
+        return found
+    ceiling = f"no arrangement exceeds {report.cost_utilization_ceiling:.1%}"
+    return f"{found}; {ranks} ranks compute {report.cost_utilization:.1%} of the time ({ceiling})"
+
+
+def corpus_rows(corpus: Corpus) -> Rows:
+    """Return rows about documents that are not in the plan, or trained otherwise than they seem to be."""
+    held, fit = len(corpus.validation), corpus.train_fit.describe()
+    return [
+        *([("validation", f"{held:,} documents are kept for it")] if held else []),
+        *([("too long", fit)] if fit else []),
+        *(("left out", f"{count:,} {reason}") for reason, count in corpus.skipped.items() if count),
+        *(("warning", text) for text in corpus.train.store.warnings),
+    ]
+
+
 def _balance_rows(report: PlanReport, ranks: int) -> Rows:
     """Return the rows about balance between ranks, for more than one rank."""
     sampled = report.measured_steps < report.steps
@@ -172,6 +195,19 @@ def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
     return columns, cells
 
 
+def explore_verdict(rows: Sequence[Choice]) -> str:
+    """Return whether other settings than the given ones gain anything, in one line."""
+    (given,) = [row.report for row in rows if row.chosen]
+    fill = max(row.report.efficiency for row in rows) - given.efficiency
+    balance = max(row.report.cost_utilization for row in rows) - given.cost_utilization
+    if max(fill, balance) < WORTHWHILE:
+        return (
+            f"nothing to gain: no row fills {100 * WORTHWHILE:.1f} points more slots than the given settings, or"
+            " balances costs as much better; keep them"
+        )
+    return f"to gain: up to {100 * fill:.1f} points of filled slots, {100 * balance:.1f} points of balance"
+
+
 def explore_notes(rows: Sequence[Choice]) -> list[str]:
     """Return explanations of the table of `explore_table`."""
     reports = [row.report for row in rows]
@@ -202,6 +238,7 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
         ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
         *(_length_rows(report) if not report.is_stream else []),
         *left_out,
+        *(("warning", text) for text in report.warnings),
         ("size", f"{report.bytes / 2**20:,.1f} MiB"),
     ]
 
@@ -224,9 +261,10 @@ def _length_rows(report: CorpusReport) -> Rows:
     ]
 
 
-def print_store(console: Console, path: Path, report: CorpusReport) -> None:
-    """Print the rows of a token store and a histogram of its document lengths."""
-    console.section("token store", store_rows(path, report))
+def print_store(console: Console, path: Path, report: CorpusReport, fit: str = "") -> None:
+    """Print the rows of a token store, what is done to long documents, and a histogram of document lengths."""
+    rows = store_rows(path, report)
+    console.section("token store", [*rows, ("too long", fit)] if fit else rows)
     if report.is_stream:
         return
     console.line("\ndocuments by length in tokens")

@@ -38,6 +38,7 @@ ALIASES: dict[str, str] = {
     "save_total_limit": "train.keep_checkpoints",
     "logging_steps": "log.every",
     "report_to": "track.to",
+    "capacity": "plan.capacity",
     "max_length": "plan.capacity",
     "max_seq_length": "plan.capacity",
     "sequence_len": "plan.capacity",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.data_config import DataConfig, TokenizerConfig
 from multipack.hub import model_folder
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
@@ -281,6 +280,15 @@ def compose_run(words: Iterable[str]) -> Config:
         )
     config.out = str(run.path)
     return config
+
+
+def compose_documents(words: Iterable[str]) -> Config:
+    """The configuration of a new run for its documents alone: with the tokenizer of train.init_from, not its shape.
+
+    Raises:
+        ConfigError: see `compose`; or there are no weights at train.init_from.
+    """
+    return resolve_weights(compose(words))
 
 
 def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:

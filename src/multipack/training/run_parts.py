@@ -252,7 +252,7 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
-        self.notes = [*([corpus.staged] if corpus.staged else []), *notes]
+        self.notes = [*([corpus.staged] if corpus.staged else []), *corpus.train.store.warnings, *notes]
         self.training: EpochFeed | StreamFeed
         self.steps = train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
