@@ -38,9 +38,9 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("8 completions of 128 on a prompt of 512", 1, 8, 512, 128),
-    Row("8 completions of 128 on a prompt of 128", 2, 8, 128, 128),
-    Row("pairs of 200 on a prompt of 400", 3, 2, 400, 200),
-    Row("nothing in common", 8, 1, 0, 512),
+    Row("8 completions of 128 on a prompt of 128", 1, 8, 128, 128),
+    Row("pairs of 200 on a prompt of 400", 2, 2, 400, 200),
+    Row("nothing in common", 4, 1, 0, 512),
 )
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory):
         for number in range(90):
             length = int(np.clip(draw.lognormal(3.0, 0.8), 3, 120))
             prompt = int(draw.integers(0, length - 1))
-            tokens = draw.integers(0, 256, length).tolist()
+            tokens = [number % 5, *draw.integers(0, 256, length - 1).tolist()]
             writer.add(f"doc{number}", [(tokens[:prompt], False), (tokens[prompt:], True)])
     return str(path)
 
@@ -50,12 +50,14 @@ def parts(path, mesh, capacity=128):
         rank=mesh.data_rank,
         world_size=mesh.data_size,
     )
-    return store, documents, sampler, PackedCollator.of(sampler)
+    return store, documents, sampler, replace(PackedCollator.of(sampler), min_prefix=1)
 
 
 def content(batch):
     """Everything that a batch holds, comparable."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if values.get("tree") is not None:
+        values["tree"] = content(values["tree"])
     return {
         name: (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
@@ -79,6 +81,7 @@ def equal(world, path, options, readers, prefetch):
     for epoch in range(2):
         loader.set_epoch(epoch)
         assert [content(batch) for batch in loader] == expected[epoch]
+    assert any(batch["tree"] for batch in expected[0])
     assert not threads()
     assert opens_tokens(mesh, readers) == (loader.reader == world.rank)
     return store.bytes_asked

@@ -20,6 +20,7 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 Division = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
+Sharing = Literal["off", "pairs", "groups", "all"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 
@@ -99,6 +100,10 @@ class DataConfig:
     """Tokens that a split piece repeats from the previous one, as context: they are targets once."""
     repeat_prompt: bool = False
     """Begin each piece of a split document with the document's prompt."""
+    share_prefixes: Sharing = "off"
+    """Compute common beginnings once: of `pairs`, of `groups` with one prompt, of `all` documents of a window."""
+    min_prefix: int = 16
+    """Least number of tokens that documents share; shorter common beginnings are repeated."""
     stream: bool = False
     """Train while documents arrive: from a token store that is still growing, or from a streamed data set."""
     patience_seconds: float = 300.0
@@ -132,6 +137,11 @@ class DataConfig:
         self._check_records()
         if self.source == "mixture":
             self._check_mixture()
+        if self.share_prefixes != "off" and self.stream:
+            raise ValueError(
+                f"data.share_prefixes={self.share_prefixes} needs all documents at once: use data.share_prefixes=off"
+                " with data.stream=true"
+            )
         if (self.overlap or self.repeat_prompt) and self.overlong not in ("auto", "split"):
             raise ValueError(
                 f"data.overlap={self.overlap} and data.repeat_prompt={self.repeat_prompt} are for split documents:"
@@ -238,6 +248,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
     ("overlap", lambda value: value >= 0, "0 tokens or more"),
+    ("min_prefix", lambda value: value >= 1, "1 token or more"),
     ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),
     ("patience_seconds", lambda value: value > 0, "more than 0 seconds"),
 )

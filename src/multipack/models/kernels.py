@@ -40,8 +40,8 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
 
     Args:
         shape: of the decoder.
-        settings: values of train.compile, train.recompute, train.tiles, train.loss_weighting, data.weight_field and
-            parallel.tensor.
+        settings: values of train.compile, train.recompute, train.tiles, train.loss_weighting, data.weight_field,
+            data.share_prefixes and parallel.tensor.
     """
     given = {**settings, **{f"model.{name}": value for name, value in shape.to_dict().items()}}
 
@@ -65,6 +65,7 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
             ("model.logit_cap", shape.logit_cap > 0),
             ("train.loss_weighting", given["train.loss_weighting"] != "token"),
             ("data.weight_field", given["data.weight_field"] != ""),
+            ("data.share_prefixes", given["data.share_prefixes"] != "off"),
             ("train.tiles", given["train.tiles"] > 1),
             divided,
         ),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.batch import PackedBatch, PackedTree
 from multipack.data.collate import PreferenceBatch
 from multipack.data.loader import Item, PackedLoader
 from multipack.data.sampler import PackedBatchSampler
@@ -140,11 +140,14 @@ def _to_bytes(packed: PackedBatch | Exception) -> bytes:
     if isinstance(packed, Exception):
         header["error"] = [isinstance(packed, ValueError), str(packed)]
     else:
-        tensors = [value.contiguous() for value in vars(packed).values() if isinstance(value, Tensor)]
+        values = dict(vars(packed))
+        if packed.tree is not None:
+            values |= {f"tree.{name}": value for name, value in vars(packed.tree).items()} | {"tree": None}
+        tensors = [value.contiguous() for value in values.values() if isinstance(value, Tensor)]
         header["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         header["shapes"] = [list(tensor.shape) for tensor in tensors]
         header["fields"] = {
-            name: None if isinstance(value, Tensor) else [value] for name, value in vars(packed).items()
+            name: None if isinstance(value, Tensor) else [value] for name, value in values.items()
         }
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
@@ -168,7 +171,11 @@ def _from_bytes(content: Tensor) -> PackedBatch:
         at += -(-size // ALIGNMENT) * ALIGNMENT
     following = iter(tensors)
     fields: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in header["fields"].items():
         plain = next(following) if value is None else value[0]
-        fields[name] = tuple(plain) if isinstance(plain, list) else plain
+        group = tree if name.startswith("tree.") else fields
+        group[name.removeprefix("tree.")] = tuple(plain) if isinstance(plain, list) else plain
+    if tree:
+        fields["tree"] = PackedTree(**tree)
     return (PreferenceBatch if "item_weights" in fields else PackedBatch)(**fields)

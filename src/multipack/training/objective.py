@@ -75,6 +75,10 @@ class Objective:
 
     def check(self) -> None:
         """Raise a ValueError for settings that do not apply."""
+        if self.config.data.share_prefixes == "pairs":
+            raise ValueError(
+                "data.share_prefixes=pairs is about preference pairs, which these documents are not: use all"
+            )
         if self.config.preference != PreferenceConfig():
             raise ValueError(
                 "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are"
@@ -117,7 +121,9 @@ class Objective:
     def collator(self, sampler: PackedBatchSampler) -> PackedCollator | PreferenceCollator:
         """Build the collator for a sampler's packs."""
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
-        return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
+        data = self.config.data
+        least = None if data.share_prefixes == "off" else data.min_prefix
+        return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple, least)
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
         """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""

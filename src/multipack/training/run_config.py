@@ -26,6 +26,7 @@ from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
+from multipack.training.sharing_checks import check_sharing
 from multipack.words import ConfigError, flatten, merge, read_yaml, split
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
@@ -130,6 +131,8 @@ class Config:
         self.adapter.check_blocks(self.model, parallel.tensor)
         self._check_packs(processes)
         self._check_slots()
+        if self.data.share_prefixes != "off":
+            check_sharing(self)
         if self.data.stream and not train.steps:
             raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
         if self.data.stream and self.plan.effort != 1:

@@ -128,7 +128,8 @@ class Trainer(StepApplier):
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
             self.notes += [note] if self.resumed is None else []
         if foreign:
-            world.on_main(lambda: check_isolated(self.shape, world.device))
+            shares = config.data.share_prefixes != "off"
+            world.on_main(lambda: check_isolated(self.shape, world.device, shares))
             self.notes += FOREIGN_NOTES
         if foreign and initial is None and self.resumed is None:
             weights = open_foreign(self.shape, config.train.seed)

@@ -1,0 +1,32 @@
+"""Checks of runs whose documents share their beginnings (`data.share_prefixes`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_sharing(config: Any) -> None:
+    """Check that everything in a run's configuration computes such documents.
+
+    Raises:
+        ValueError: it does not; the message names the setting.
+    """
+    given, model, parallel = (
+        f"data.share_prefixes={config.data.share_prefixes}",
+        config.model,
+        config.parallel,
+    )
+    if config.plan.align != 1:
+        raise ValueError(
+            f"plan.align={config.plan.align} pads each document, which {given} divides: use plan.align=1"
+        )
+    if parallel.context > 1 and parallel.context_method != "ulysses":
+        raise ValueError(
+            f"parallel.context_method={parallel.context_method} divides documents, which {given} lets share tokens:"
+            " use parallel.context_method=ulysses"
+        )
+    if model.rope_type == "dynamic" and model.rope_factor != 1.0 and config.plan.longest > model.context:
+        raise ValueError(
+            f"model.rope_type=dynamic rotates documents longer than model.context={model.context:,} by their length,"
+            f" and shared tokens are of several: use plan.capacity={model.context} with {given}"
+        )

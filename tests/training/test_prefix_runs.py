@@ -1,0 +1,86 @@
+"""Runs whose documents share their beginnings (`data.share_prefixes`) equal runs whose documents do not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from multipack.run import RunDirectory
+from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
+
+SYSTEM = "You add numbers. Answer with the sum alone. "
+
+
+def losses(words, out):
+    """Losses and validation losses of a run, and its metrics."""
+    train(compose_run([*words, f"out={out}"]))
+    records = list(RunDirectory(out).records())
+    return [record[name] for record in records for name in ("loss", "val_loss") if name in record]
+
+
+@pytest.fixture
+def base(words, tmp_path):
+    """Every step has all documents, so that losses do not depend on the packs."""
+
+    def make(*more, pairs=False):
+        rows = [{"prompt": f"{SYSTEM}{n}+1=", "completion": f"{n + 1}"} for n in range(24)]
+        if pairs:
+            rows = [
+                {"prompt": f"{SYSTEM}{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(12)
+            ]
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        kept = [word for word in words if not word.startswith(("data.path", "train.steps", "plan.packs"))]
+        own = ["plan.packs_per_step=8", "train.steps=3", "train.eval_every=3", "train.sample_tokens=0"]
+        return [*kept, *own, f"data.path={file}", *more]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("pairs", "share", "more"),
+    [
+        (False, "all", ["data.train_on_prompt=true", "train.loss_weighting=document"]),
+        (True, "pairs", []),
+        pytest.param(True, "all", ["preference.loss=reward"], marks=pytest.mark.slow),
+        pytest.param(False, "all", ["train.fixed_shape=true", "train.z_loss=1e-3"], marks=pytest.mark.slow),
+        pytest.param(False, "groups", ["train.recompute=selective", "train.tiles=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_losses_equal_those_of_a_run_that_shares_nothing(base, tmp_path, pairs, share, more):
+    words = base(*more, pairs=pairs)
+    alone = losses(words, tmp_path / "alone")
+    shared = losses([*words, f"data.share_prefixes={share}"], tmp_path / "shared")
+    assert len(alone) == len(shared) >= 4
+    np.testing.assert_allclose(shared, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["plan.align=16"], r"plan\.align=16"),
+        (["parallel.context=2", "parallel.context_method=ring"], r"parallel\.context_method=ring .*ulysses"),
+        (["model.rope_type=dynamic", "model.rope_factor=2", "model.context=64"], r"rope_type=dynamic"),
+        (["data.min_prefix=0"], r"data\.min_prefix=0"),
+        (
+            ["data.source=store", "data.path=x", "data.stream=true"],
+            r"data\.share_prefixes=all .*data\.stream",
+        ),
+    ],
+)
+def test_what_cannot_share_is_refused_before_a_run(base, more, named):
+    kept = (
+        [word for word in base() if not word.startswith(("data=", "data.path"))]
+        if "data.stream=true" in more
+        else base()
+    )
+    with pytest.raises(ValueError, match=named):
+        compose([*kept, "data.share_prefixes=all", *more]).check(2)
+
+
+def test_pairs_are_shared_only_where_there_are_pairs(base, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.share_prefixes=pairs .*use all"):
+        train(compose([*base(), "data.share_prefixes=pairs", f"out={tmp_path / 'run'}"]))
