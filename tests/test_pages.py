@@ -144,6 +144,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
     np.save("lengths.npy", draw.integers(10, 2000, 500))
+    np.save("heavy.npy", np.random.default_rng(0).lognormal(6.5, 1.5, 10_000).astype(int).clip(1, 16_384))
     texts = ["".join(map(chr, draw.integers(97, 123, length))) for length in draw.integers(10, 200, 40)]
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGES["docs/parallel/index.md"].read_text(), re.DOTALL)
     Path("laptop.yaml").write_text(settings)
