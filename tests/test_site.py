@@ -1,6 +1,7 @@
 """The site of docs/."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,16 @@ def test_every_public_name_is_in_the_reference():
         if f".{name}\n" not in reference and name not in ("SHAPES", "__version__")
     ]
     assert not missing
+
+
+def test_every_name_of_a_host_in_the_pages_is_in_the_reference():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = {
+        name.strip()
+        for page in pages
+        for names in re.findall(r"from multipack\.integrations\.\w+ import ([\w, ]+)", page.read_text())
+        for name in names.split(",")
+    }
+    assert len(found) >= 10
+    assert not [name for name in found if f".{name}\n" not in reference]
