@@ -37,7 +37,7 @@ def draw_plan(view: dict[str, Any], kind: str) -> bytes:
     parts: Any = figure.subfigures(rows, 1, height_ratios=[1.5, 1.25, 1][:rows])
     _draw_blocks(parts[0], view)
     if view["ranks"] > 1:
-        _draw_heat(parts[1], view["heat"], view["ranks"])
+        _draw_heat(parts[1], view["heat"], view["ranks"], view["steps"])
     _draw_measures(parts[-1], view)
     with io.BytesIO() as buffer:
         figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
@@ -127,7 +127,7 @@ def _image(column: Any, below: Any, length: Any, columns: int, height: int, padd
     return image
 
 
-def _draw_heat(figure: Any, heat: dict[str, Any], ranks: int) -> None:
+def _draw_heat(figure: Any, heat: dict[str, Any], ranks: int, all_steps: int) -> None:
     """Cost over ranks and steps, with the slowest rank of each step, above what each step waits for."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     cost = np.asarray(heat["cost"])  # (steps, micro-batches, ranks)
@@ -148,10 +148,11 @@ def _draw_heat(figure: Any, heat: dict[str, Any], ranks: int) -> None:
         edgecolors=MARK,
     )
     above.set_ylabel("rank", fontsize=8)
+    named = np.linspace(0, ranks - 1, min(ranks, 5)).astype(int)
+    above.set_yticks(named + 0.5, named)
     each = f", {micro_batches} micro-batches each" if micro_batches > 1 else ""
-    _plain(
-        above, f"cost of a pack over the mean: ranks × {steps} steps{each}; circle: slowest rank of the step"
-    )
+    shown = f"{steps} of {all_steps:,} steps" if steps < all_steps else f"{steps} steps"
+    _plain(above, f"cost of a pack over the mean: ranks × {shown}{each}; circle: slowest rank of the step")
     figure.colorbar(drawn, ax=above, pad=0.01, fraction=0.03).ax.tick_params(labelsize=8)
     middle = np.arange(steps) + 0.5
     below.plot(middle, 100 * (np.asarray(heat["slowest"]) - 1), color=ACCENT, lw=1.4, label="this plan")
