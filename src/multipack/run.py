@@ -154,11 +154,25 @@ class RunDirectory:
                 return
 
 
-def config_yaml(config: Any) -> str:
-    """A configuration (any dataclass of dataclasses) as YAML, which `config=FILE` reads."""
+def config_yaml(config: Any, default: Any = None) -> str:
+    """A configuration (any dataclass of dataclasses) as YAML, which `config=FILE` reads; without those of `default`."""
     from omegaconf import OmegaConf  # most users of this module only need paths
 
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))  # structured() takes twice as long
+    values = asdict(config)
+    if default is not None:
+        values = _differing(values, asdict(default))
+    return OmegaConf.to_yaml(OmegaConf.create(values))  # structured() takes twice as long
+
+
+def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not those of `others`, nested alike."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and (inner := _differing(value, others[key])):
+            found[key] = inner
+        elif not isinstance(value, dict) and value != others[key]:
+            found[key] = value
+    return found
 
 
 def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
@@ -172,6 +186,8 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
         return RunDirectory(given.parent.parent), given
     if os.path.lexists(given / "config.yaml"):
         return RunDirectory(given), None
+    if not os.path.lexists(given):
+        raise FileNotFoundError(f"there is no folder {given}")
     raise FileNotFoundError(
         f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (checkpoints/step-…)"
     )

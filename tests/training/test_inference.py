@@ -238,7 +238,7 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
         (["--prompt", "a", "--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--prompt", "a", "--device", "abacus"], "--device abacus cannot be used here"),
         (["--prompt", "a", "--system", "b"], "--system needs --chat"),
-        (["--chat", "--prompt", "a"], "omit --prompt, --prompts and --json"),
+        (["--chat", "--prompt", "a"], "omit prompts and --json"),
         (["--chat"], "has no chat template (chat_template.json)"),
     ],
 )

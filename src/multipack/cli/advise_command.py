@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from multipack.cli.command_options import Json, argument, print_json, settings_option
+from multipack.cli.command_options import Json, print_json, settings_argument, settings_option
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice, Candidate
@@ -19,7 +19,9 @@ COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", 
 def advise(
     words: Annotated[
         list[str] | None,
-        argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, plan.capacity=TOKENS, …"),
+        settings_argument(
+            "SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, plan.capacity=TOKENS, …"
+        ),
     ] = None,
     as_json: Json = False,
     settings: Annotated[

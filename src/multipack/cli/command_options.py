@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -28,8 +29,13 @@ def argument(name: str, text: str) -> Any:
     return typer.Argument(metavar=name, help=text, show_default=False)
 
 
+def settings_argument(name: str, text: str) -> Any:
+    """Return the argument `words`, which is read before the option --settings, whose search it holds."""
+    return typer.Argument(metavar=name, help=text, show_default=False, is_eager=True)
+
+
 Words = Annotated[
-    list[str] | None, argument("SETTING", "GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")
+    list[str] | None, settings_argument("SETTING", "GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")
 ]
 
 
@@ -38,6 +44,12 @@ def fail(message: str | BaseException, code: int, one_line: bool = True) -> NoRe
     from multipack.parallel.ranks import find_ranks, is_reported, print_error
 
     error = message if isinstance(message, BaseException) else ValueError(message)
+    if file := os.environ.get(
+        "TORCHELASTIC_ERROR_FILE"
+    ):  # torchrun's report of failed ranks ends with its content
+        text = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": text}))
     had_joined = is_reported(error)
     with suppress(ValueError):  # contradictory variables of launchers, which may be the error itself
         ranks = find_ranks(os.environ)
@@ -68,12 +80,15 @@ def option(text: str, *names: str, **more: Any) -> Any:
 def settings_option(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
     """Return the option --settings, which prints the fields of a dataclass, or only those of some groups.
 
+    Words after it choose the settings with one of them in their names or meanings.
+
     The dataclass is given by name and module, because it is imported only when the option is used.
     """
 
-    def show(value: bool) -> None:
+    def show(context: typer.Context, value: bool) -> None:
         if not value:
             return
+        words = [word.lower() for word in context.params.get("words") or () if "=" not in word]
         from multipack.reports.console import Console
         from multipack.reports.summary import settings_text
         from multipack.words import describe, preset_names
@@ -81,11 +96,15 @@ def settings_option(schema: str, *groups: str, module: str = "multipack.training
         wanted = getattr(import_module(module), schema)
         prefixes = tuple(f"{group}." for group in groups) or ""
         rows = [row for row in describe(wanted) if row[0].startswith(prefixes)]
+        if words:
+            rows = [row for row in rows if any(word in f"{row[0]} {row[3]}".lower() for word in words)]
+        if not rows:
+            raise ValueError(f"no setting has {' or '.join(words)} in its name or meaning")
         typer.echo(settings_text(rows, preset_names(wanted), Console().columns))
         raise typer.Exit
 
     return typer.Option(
-        "--settings", help="Print all settings with meaning and default.", callback=show, is_eager=True
+        "--settings", help="Print all settings, or those with the words after it.", callback=show
     )
 
 

@@ -60,6 +60,7 @@ def evaluate(
 
 def generate(
     run: Annotated[Path, argument("RUN", "A run, one of its checkpoints, or an export.")],
+    texts: Annotated[list[str] | None, argument("[PROMPT]…", "Beginnings of texts; as --prompt.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Beginning of a text; repeatable.")] = None,
     prompts: Annotated[str, typer.Option(help="File of prompts, one per line; - = standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=0, help="Maximum number of new tokens.")] = 200,
@@ -77,7 +78,7 @@ def generate(
     """Generate text with a trained model.
 
     Examples:
-      multipack generate runs/a --prompt "def mean(" --stop "def "
+      multipack generate runs/a "def mean(" --stop "def "
       multipack generate runs/a --prompts questions.txt --top-p 0.9 --json
       multipack generate runs/chat --chat --system "You are terse."
 
@@ -88,14 +89,15 @@ def generate(
     from multipack.training.inference import converse, print_completions, read_prompts
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    prompt = [*(texts or ()), *(prompt or ())]
     if chat:
         if prompt or prompts or as_json:
-            raise ValueError("--chat uses standard input and output: omit --prompt, --prompts and --json")
+            raise ValueError("--chat uses standard input and output: omit prompts and --json")
         converse(run, system, sampling, device, timing)
         return
     if system:
         raise ValueError("--system needs --chat; without a chat, write it into the prompt")
-    print_completions(run, read_prompts(prompt or (), prompts), sampling, device, as_json, timing)
+    print_completions(run, read_prompts(prompt, prompts), sampling, device, as_json, timing)
 
 
 def export(

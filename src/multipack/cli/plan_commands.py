@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import Json, Source, argument, print_json, settings_option
+from multipack.cli.command_options import (
+    Json,
+    Source,
+    print_json,
+    settings_argument,
+    settings_option,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +39,7 @@ SETTINGS = "multipack.cli.plan_settings"
 def plan(
     words: Annotated[
         list[str] | None,
-        argument(
+        settings_argument(
             "[DOCUMENTS] SETTING",
             "A .npy file of lengths, a token store or a file of documents, or data=… as in training; plan.KEY=VALUE,"
             " model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
@@ -228,7 +234,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
 def pack(
     source: Source,
     words: Annotated[
-        list[str] | None, argument("SETTING", "plan.capacity=TOKENS, method=NAME, out=FILE.npz, …")
+        list[str] | None, settings_argument("SETTING", "plan.capacity=TOKENS, method=NAME, out=FILE.npz, …")
     ] = None,
     as_json: Json = False,
     settings: Annotated[bool, settings_option("PackCommand", module=SETTINGS)] = False,

@@ -29,24 +29,31 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
     `multipack train --settings` lists all settings.
     """
-    from multipack.training.callbacks.callback import RunStopped
     from multipack.training.run_config import compose_run
+
+    composed = compose_run(words or [])  # before torch is imported, so that mistakes are answered at once
+    from multipack.training.callbacks.callback import RunStopped
     from multipack.training.train import train as run
 
     try:
-        result = run(compose_run(words or []))
+        result = run(composed)
     except RunStopped as error:
         fail(error, 3)
     if result.stopped_by is not None:
         sys.exit(128 + int(result.stopped_by))
 
 
-def config(words: Words = None, settings: Settings = False) -> None:
+def config(
+    words: Words = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,
+    settings: Settings = False,
+) -> None:
     """Print what the settings resolve to, as YAML."""
     from multipack.run import config_yaml
-    from multipack.training.run_config import compose_run
+    from multipack.training.run_config import compose, compose_run
 
-    typer.echo(config_yaml(compose_run(words or [])), nl=False)
+    composed, default = compose_run(words or []), compose([])
+    typer.echo(config_yaml(composed, default if changed else None), nl=False)
 
 
 def prepare(

@@ -153,6 +153,8 @@ class DataConfig:
         for names, sources, hint in _ONLY_WITH:
             changed = [name for name in names.split() if getattr(self, name) != getattr(_DEFAULTS, name)]
             if changed and self.source not in sources:
+                if changed == ["path"] and (source := source_of(self.path)):
+                    hint = f"set data={source} to read {self.path}"
                 raise ValueError(
                     f"data.{changed[0]}={getattr(self, changed[0])} has no effect with data.source={self.source}, only"
                     f" with {', '.join(sources)}: {hint}"

@@ -198,6 +198,10 @@ def print_completions(
         FileNotFoundError, ValueError: see `load_run` and `complete_batch`.
     """
     model, tokenizer = load_run(path, device)
+    if find_template(path) is not None:
+        _print_note(
+            "this model has a chat template, and the prompt is continued as plain text: --chat writes turns"
+        )
     streaming = len(prompts) == 1 and not as_json
     if streaming:
         _print(prompts[0])

@@ -139,6 +139,11 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
         ValueError: the vocabulary is smaller than the tokenizer's.
     """
     size = config.model.vocabulary_size
+    if size and size < tokenizer.vocabulary_size and config.train.resume != "false":
+        raise ValueError(
+            f"the documents have changed since the run began: their tokenizer has {tokenizer.vocabulary_size:,} tokens,"
+            f" and that of the run {size:,}; restore them, or start a new run with another out="
+        )
     if size and size < tokenizer.vocabulary_size:
         raise ValueError(
             f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size};"

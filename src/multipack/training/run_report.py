@@ -47,6 +47,9 @@ def print_header(run: Trainer, seconds: float) -> None:
     rows, measured = header_rows(run), measure_plan(run) if console.enabled else None
     if run.files.log is not None:
         run.files.log.event("start", start_record(run, rows, measured))
+    if run.step >= run.steps:
+        console.line(f"\nnothing to train: the run has taken {run.step} steps; raise train.steps to continue")
+        return
     if run.config.log.verbose:
         _print_details(run, rows, measured)
     elif console.enabled:
@@ -56,8 +59,6 @@ def print_header(run: Trainer, seconds: float) -> None:
     start = f"continuing after step {run.step}" if run.step else "starting"
     more = "" if run.config.log.verbose else "; log.verbose=true prints more"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
-    if run.step >= run.steps:
-        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to continue")
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -13,10 +14,11 @@ class StopRequest:
 
     Args:
         interrupt: called with the first signal; ends waiting for documents.
+        announces: whether the first signal prints on standard error that the run will stop.
     """
 
-    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        self._interrupt = interrupt
+    def __init__(self, interrupt: Callable[[], None] = lambda: None, announces: bool = False) -> None:
+        self._interrupt, self._announces = interrupt, announces
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -33,4 +35,7 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        if self._announces:  # print is not safe here: the signal may have interrupted one
+            again = "; Ctrl-C once more stops at once" if number == signal.SIGINT else ""
+            os.write(2, f"\n{self.signal.name}: the run saves and stops after this step{again}\n".encode())
         self._interrupt()
