@@ -114,7 +114,9 @@ def test_parameters_are_those_of_the_decoder():
     for name in ("tiny", "gpt2", "qwen2.5-0.5b", "gemma-3-1b", "olmo2-7b", "qwen3-8b"):
         shape = SHAPES[name].with_vocabulary(SHAPES[name].vocabulary_size or 1000)
         with torch.device("meta"):
-            assert model_parameters(shape) == sum(each.numel() for each in Decoder(shape).parameters())
+            for each in (shape, dataclasses.replace(shape, scores=1)):
+                own = sum(parameter.numel() for parameter in Decoder(each).parameters())
+                assert model_parameters(each) == own
 
 
 def test_state_is_exact_after_a_step():

@@ -94,7 +94,8 @@ def test_the_command_writes_the_picture(lengths, tmp_path, kind):
         "world_size=4",
     ]
     file = tmp_path / f"plan.{kind}"
-    result = CliRunner().invoke(app, [*words, "--picture", str(file)])
+    option = [f"--picture={file}"] if kind == "html" else ["--picture", str(file)]
+    result = CliRunner().invoke(app, [*words, *option])
     assert result.exit_code == 0, result.exception
     content = file.read_bytes()
     if kind == "html":

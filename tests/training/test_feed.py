@@ -119,6 +119,16 @@ def tiny():
     return Decoder(SHAPES["tiny"].with_vocabulary(257))
 
 
+def test_documents_without_targets_are_refused(tmp_path):
+    path = tmp_path / "shards"
+    with StoreWriter(path, byte_tokenizer()) as writer:
+        for document in range(30):
+            writer.add(f"doc{document}", [([1, 2, 3], False)])
+    with pytest.raises(ValueError, match=r"none of the \d+ documents of the first step has a target token"):
+        next(iter(feed_of(path)))
+    assert next(iter(feed_of(path, "data.train_on_prompt=true"))).target_tokens > 0
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_every_document_is_trained_on_once(folder, prefetch):
     feed = feed_of(folder, f"train.prefetch={prefetch}")

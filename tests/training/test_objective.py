@@ -381,6 +381,15 @@ def test_adapters_of_a_reward_model_are_trained_beside_a_whole_head(base, sums, 
     texts = [[*b"7+1=8", 256], [*b"31+1=!!", 256]]
     merged = scores_of(tmp_path / "merged", texts)
     assert merged.abs().min() > 1e-4
+    state = load_model(tmp_path / "merged").state_dict()
+    for name, value in load_model(tmp_path / "adapter").state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=1e-6)
+    again = [word for word in words if not word.startswith(("model", "train.init_from"))]
+    again.append(f"train.init_from={tmp_path / 'adapter'}")
+    continued = compose_run([*again, "train.steps=1", f"out={tmp_path / 'again'}"])
+    assert continued.model.scores == 1
+    train(continued)
+    assert "SequenceClassification" in loading_code(tmp_path / "adapter")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()

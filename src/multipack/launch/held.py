@@ -122,25 +122,38 @@ def outside_held(
     shape: ModelShape, part: RankPart, adapter: AdapterConfig = NO_ADAPTER, tensor: int = 1
 ) -> Held:
     """The parameters outside of blocks on a rank: embedding, positions, last norm, head."""
-    vocabulary = shape.vocabulary_size // tensor * shape.d_model
+    head = output_rows(shape, tensor) * shape.d_model * part.is_last
     sizes = {
-        "embedding": vocabulary * (part.is_first or (part.is_last and shape.tied)),
+        "embedding": _embedding_elements(shape, part, tensor),
         "positions": shape.context * shape.d_model * (part.is_first and shape.positions == "learned"),
         "norm": _norm_parameters(shape) * part.is_last,
-        "head": vocabulary * (part.is_last and not shape.tied),
+        "score" if shape.scores else "head": head * bool(shape.scores or not shape.tied),
     }
     found = Held()
     for name, size in sizes.items():
-        if adapter.name == "none" or adapter.trains(name):
+        if adapter.name == "none" or adapter.trains(name) or name == "score":
             found += Held(trained=size)
         else:
             found += Held(products=size) if name == "head" else Held(frozen=size)
     return found
 
 
+def output_rows(shape: ModelShape, tensor: int = 1) -> int:
+    """Rows of the output matrix on a rank: of the vocabulary, or of a reward model's scores."""
+    return shape.scores or shape.vocabulary_size // tensor
+
+
+def _embedding_elements(shape: ModelShape, part: RankPart, tensor: int) -> int:
+    """Elements of the embedding on a rank, which the last rank of a pipeline also has if it is the output matrix."""
+    has = part.is_first or (part.is_last and shape.tied and not shape.scores)
+    return shape.vocabulary_size // tensor * shape.d_model * has
+
+
 def trains_output(shape: ModelShape, adapter: AdapterConfig) -> bool:
     """Whether the output matrix has a gradient."""
-    return adapter.name == "none" or adapter.trains("embedding" if shape.tied else "head")
+    return (
+        bool(shape.scores) or adapter.name == "none" or adapter.trains("embedding" if shape.tied else "head")
+    )
 
 
 def _quantized_bytes(adapter: AdapterConfig, outputs: int, inputs: int, ranks: int) -> float:
@@ -174,11 +187,11 @@ def _block_norms(shape: ModelShape, tensor: int) -> int:
 
 def outside_parameters(shape: ModelShape, part: RankPart, tensor: int = 1) -> int:
     """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head."""
-    vocabulary = shape.vocabulary_size // tensor * shape.d_model
-    elements = vocabulary if part.is_first or (part.is_last and shape.tied) else 0
+    elements = _embedding_elements(shape, part, tensor)
     elements += shape.context * shape.d_model if part.is_first and shape.positions == "learned" else 0
     elements += _norm_parameters(shape) if part.is_last else 0
-    return elements + (vocabulary if part.is_last and not shape.tied else 0)
+    has_head = part.is_last and (shape.scores or not shape.tied)
+    return elements + (output_rows(shape, tensor) * shape.d_model if has_head else 0)
 
 
 def model_parameters(shape: ModelShape) -> int:

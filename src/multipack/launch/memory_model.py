@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from multipack.launch.held import FLOAT32, Held, blocks_held, outside_held, trains_output
+from multipack.launch.held import FLOAT32, Held, blocks_held, output_rows, outside_held, trains_output
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
@@ -247,7 +247,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         # Autocast casts matrices and biases, once a step.
         copies = round(work.product * part.layers * block.cast)
     if part.is_last:
-        matrix = shape.vocabulary_size // config.tensor * shape.d_model * FLOAT32
+        matrix = output_rows(shape, config.tensor) * shape.d_model * FLOAT32
         matrix *= trains_output(shape, work.adapter)
         loss = part.edge_in_flight * (work.slots * shape.d_model * work.product + matrix)
     activations = round(part.in_flight * part.layers * work.kept_by_block())
@@ -277,7 +277,7 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
     computed and as reduced.
     """
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
-    columns, width, d = shape.vocabulary_size // tensor, shape.d_ff // tensor, shape.d_model
+    columns, width, d = output_rows(shape, tensor), shape.d_ff // tensor, shape.d_model
     cast = product if product < FLOAT32 else 0
     chunk = 0 if work.device == "cpu" else LOSS_CHUNK_BYTES // (FLOAT32 * columns)
     rows = min(slots, max(LOSS_CHUNK_TOKENS, chunk))

@@ -8,6 +8,7 @@ norm.weight (trained whole)          base_model.model.model.norm.weight
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,26 +117,39 @@ def peft_base(folder: Path) -> Path:
     )
 
 
+def peft_shape(folder: Path, base: ModelShape) -> ModelShape:
+    """The shape of a decoder with an adapter in peft's format: of a base, or with the adapter's head of scores."""
+    if read_json(folder / PEFT_CONFIG).get("task_type") != "SEQ_CLS":
+        return base
+    head = _saved(folder).get(f"{_PREFIX}score.weight")
+    return base if head is None else replace(base, scores=len(head))
+
+
+def _saved(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter by peft's names."""
+    try:
+        return load(read_file(folder / PEFT_WEIGHTS, _MOST_BYTES))
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / PEFT_WEIGHTS} cannot be read ({reason})") from error
+
+
 def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """An adapter in peft's format: its settings, and its tensors by the decoder's names.
 
     Args:
         folder: has adapter_config.json and adapter_model.safetensors.
-        shape: of the decoder of its base.
+        shape: of the decoder, see `peft_shape`.
 
     Raises:
         ValueError: it is no LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
             model.
     """
     config = _config(folder)
-    try:
-        saved = load(read_file(folder / PEFT_WEIGHTS, _MOST_BYTES))
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder / PEFT_WEIGHTS} cannot be read ({reason})") from error
     sizes, found = parameter_shapes(shape), dict[str, Tensor]()
     back = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
-    for name, value in saved.items():
+    back |= {"score": (("score",), False)} if shape.scores else {}
+    for name, value in _saved(folder).items():
         module, own = _split(name.removeprefix(_PREFIX))
         ours, turned = back.get(module, ((), False))
         if turned and own == "weight":

@@ -291,7 +291,7 @@ class CostModel:
 
 def _matrices(shape: ModelShape) -> int:
     """Number of matrix elements that a token is multiplied with, including the output layer."""
-    return shape.token_parameters + shape.d_model * shape.vocabulary_size
+    return shape.token_parameters + shape.d_model * (shape.scores or shape.vocabulary_size)
 
 
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:

@@ -146,9 +146,11 @@ def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, A
 def loading_code(folder: Path) -> str:
     """Python lines that load an export with transformers or peft."""
     if is_peft(folder):
+        scores = read_json(folder / PEFT_CONFIG).get("task_type") == "SEQ_CLS"
+        kind, more = ("SequenceClassification", ", num_labels=1") if scores else ("CausalLM", "")
         return (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
-            f"base = AutoModelForCausalLM.from_pretrained({str(peft_base(folder))!r})\n"
+            f"from peft import PeftModel\nfrom transformers import AutoModelFor{kind}\n"
+            f"base = AutoModelFor{kind}.from_pretrained({str(peft_base(folder))!r}{more})\n"
             f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
         )
     scores = scores_of(read_json(folder / CONFIG))

@@ -202,6 +202,11 @@ class StreamFeed:
                 interrupted, self.late = True, str(error) if isinstance(error, DocumentsLate) else ""
             if self._all_stop(step, interrupted) or step is None:
                 return
+            if self._last is None and not step.targets:
+                raise ValueError(
+                    f"none of the {len(step.lengths):,} documents of the first step has a target token, and nothing"
+                    " would be learned: look at their answers (data.train_on_prompt=true makes all tokens targets)"
+                )
             self._last = step
             yield self._data(step, micro_batches, began)
 

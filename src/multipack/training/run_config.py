@@ -304,9 +304,10 @@ def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     folder = _weights(path, "train.init_from")
     if is_export(folder):
         from multipack.models.huggingface import decoder_shape  # imports torch
-        from multipack.models.peft_format import peft_base
+        from multipack.models.peft_format import peft_base, peft_shape
 
         shape = decoder_shape((peft_base(folder) if is_peft(folder) else folder) / "config.json")
+        shape = peft_shape(folder, shape) if is_peft(folder) else shape
     else:
         shape = saved_shape(folder)
     return {"model": {**shape.to_dict(), "vocabulary_size": 0}}

@@ -24,7 +24,7 @@ from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.huggingface import decoder_shape, parameter_shapes
-from multipack.models.peft_format import from_peft, peft_base
+from multipack.models.peft_format import from_peft, peft_base, peft_shape
 from multipack.models.pretrained import CONFIG, open_weights
 from multipack.ops.lora import merged, quantizable, quantize
 from multipack.parallel.world import World
@@ -111,7 +111,8 @@ def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
     """
     if is_export(path):
         folder = peft_base(path) if is_peft(path) else path
-        return foreign_shape(str(folder)) if foreign else decoder_shape(folder / CONFIG)
+        shape = foreign_shape(str(folder)) if foreign else decoder_shape(folder / CONFIG)
+        return peft_shape(path, shape) if is_peft(path) else shape
     return saved_shape(weights_folder(path))
 
 
@@ -138,10 +139,11 @@ def find_weights(
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         if is_peft(path):
             base = find_weights(peft_base(path), world=world, foreign=foreign)
-            config, tensors = from_peft(path, base.shape)
+            shape = peft_shape(path, base.shape)
+            config, tensors = from_peft(path, shape)
             adapter = TrainedAdapter(config, tensors.__getitem__, frozenset(tensors))
             merging = adapter.merged_into(base.read)
-            return TrainedWeights(path, base.shape, merging, tokenizer or base.tokenizer, adapter=adapter)
+            return TrainedWeights(path, shape, merging, tokenizer or base.tokenizer, adapter=adapter)
         if foreign:
             shape = foreign_shape(str(path))
             return TrainedWeights(path, shape, open_foreign(shape), tokenizer)
