@@ -13,10 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_version_is_the_same_everywhere():
-    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert cited is not None
+    """In the wheel, the citation, and the changelog's first section below what is unreleased, with one date."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    cited = re.search(r"^version: (\S+)\ndate-released: (\S+)$", citation, re.M)
+    unreleased, latest = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[:2]
+    assert unreleased == "Unreleased"
+    assert latest == f"{cited[1]} ({cited[2]})"
     assert cited[1] == multipack.__version__
-    assert f"## {multipack.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_hosted_tests_run_every_version_that_is_promised():
