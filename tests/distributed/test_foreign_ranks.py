@@ -1,4 +1,4 @@
-"""Models of transformers (`model=hf:FOLDER`) on two ranks, compared with one process."""
+"""Models of transformers (`model=hf:FOLDER`) on two and four ranks, compared with one process."""
 
 import shutil
 
@@ -34,6 +34,8 @@ def result(out):
             pytest.param(kind, words, marks=pytest.mark.slow)
             for kind, words in (
                 ("mixtral", ("parallel.data=ddp",)),
+                ("mixtral", ("parallel.data=hsdp", "plan.packs_per_step=4")),
+                ("phi", ("parallel.data=hsdp", "plan.packs_per_step=4", *QLORA)),
                 ("gpt_oss", ("parallel.data=zero1",)),
                 ("deepseek_v3", ("parallel.data=zero2", "train.recompute=full")),
                 ("deepseek_v3", ("parallel.data=zero3", "train.recompute=selective")),
@@ -47,13 +49,14 @@ def result(out):
         ),
     ],
 )
-def test_two_ranks_equal_one_process_and_another_mesh_continues(kind, words, pools, tmp_path):
+def test_ranks_equal_one_process_and_another_mesh_continues(kind, words, pools, tmp_path):
     save_model(kind, tmp_path / "base", **(WIDE if QLORA[0] in words else {}))
     steady = run_words(tmp_path, tmp_path / "base")
     if LORA[0] in words and kind == "mixtral":
         words = (*words[:-1], "adapter.train=[embedding]")  # the head is the embedding
     train(compose_run([*steady, *words[1:], f"out={tmp_path / 'one'}"]))
-    pools(2).run(tiny.train_here, [*steady, *words, f"out={tmp_path / 'two'}"], tmp_path / "cache")
+    ranks = 4 if words[0] == "parallel.data=hsdp" else 2
+    pools(ranks).run(tiny.train_here, [*steady, *words, f"out={tmp_path / 'two'}"], tmp_path / "cache")
     (expected, losses), (found, again) = result(tmp_path / "one"), result(tmp_path / "two")
     assert again == pytest.approx(losses, abs=1e-5)
     assert found.keys() == expected.keys()

@@ -44,7 +44,10 @@ def _evaluation(out):
     "parallel",
     [
         "data=zero3",
-        *(pytest.param(f"{name}=2", marks=pytest.mark.slow) for name in ("tensor", "context", "pipeline")),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in ("data=ddp", "data=zero1", "tensor=2", "context=2", "pipeline=2")
+        ),
     ],
 )
 def test_ranks_find_the_losses_of_one_process(pools, mixture, tmp_path, parallel):

@@ -21,6 +21,7 @@ Division = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
+AlpacaPrompt = Literal["instruct", "chat", "chatml", "phi"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 
@@ -68,6 +69,10 @@ class DataConfig:
     """Name of the field with a record's weight in the loss, a number from 0; empty: all records weigh 1."""
     between: str = "\n"
     """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
+    alpaca_prompt: AlpacaPrompt = "instruct"
+    """Prompt of records with data.format=alpaca, as Axolotl names them; instruct is Stanford Alpaca's."""
+    drop_system: bool = False
+    """Leave out the system message that begins a chat."""
     as_chat: bool = False
     """Write prompts and answers that are text as turns of user and assistant, by the chat template."""
     chat_template: str = ""
@@ -262,7 +267,11 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
-    ("format fields weight_field as_chat chat_template special_tokens", RECORDS, _OUT),
+    (
+        "format fields weight_field alpaca_prompt drop_system as_chat chat_template special_tokens",
+        RECORDS,
+        _OUT,
+    ),
     ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
     ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )

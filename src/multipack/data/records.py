@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, takewhile
 from typing import Any, Literal, cast
 
+from multipack.data.alpaca import alpaca_prompt
 from multipack.data.data_config import DataConfig
 from multipack.data.texts import Message, SourceDocument, TextPart
 
@@ -42,11 +43,6 @@ FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
 )
 """Form of a record that has all of these fields; the first match counts, where a label is true or false. A preference
 may have a context too."""
-ALPACA = (
-    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
-)
-"""The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with which its data sets are trained."""
 CONTEXTS = ("prompt", "messages", "conversations")
 """Fields that may hold the context of a preference."""
 WITHOUT_ANSWER = {
@@ -70,7 +66,7 @@ class RecordReader:
     """Makes documents of the records of one source; the first record decides the form of all.
 
     Args:
-        config: `format`, `fields`, `between`, `as_chat` and `chat_template` are read.
+        config: the settings of records are read.
         open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
@@ -179,6 +175,13 @@ class RecordReader:
                 f" ({self.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
                 " data.fields, with data.format=chat"
             )
+        if self._config.alpaca_prompt != "instruct" and (form != "alpaca" or self.template is not None):
+            raise ValueError(
+                f"data.alpaca_prompt={self._config.alpaca_prompt} is for instructions and outputs as text, but this is"
+                f" {form} ({self.describe()}); leave it out"
+            )
+        if self._config.drop_system and self.template is None:
+            raise ValueError(f"data.drop_system=true is for messages, but this is {form}; leave it out")
         self.form = form
 
     def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
@@ -201,10 +204,9 @@ class RecordReader:
         found: list[tuple[TextPart, ...]]
         notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
         if self.template is None:
-            prompts = [text + self._config.between for text in context]
+            prompt = [TextPart(text + self._config.between, False) for text in context]
             if self.form == "alpaca":
-                prompts = [_alpaca(*context)]
-            prompt = [TextPart(text, False) for text in prompts]
+                prompt = alpaca_prompt(self._config.alpaca_prompt, *context)
             found = [(*prompt, TextPart(answer, True)) for answer in answers]
         else:
             tools = read_tools(record.get(self.tools), self.tools)
@@ -254,6 +256,9 @@ class RecordReader:
             context, answers = first[:common], [answer[common:] for answer in answers]
         if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
             context = [{"role": "system", "content": _text(record, "system")}, *context]
+        if self._config.drop_system:
+            answers = answers if context else [_after_system(answer) for answer in answers]
+            context = _after_system(context)
         return context, answers
 
 
@@ -281,14 +286,9 @@ def _text(record: dict[str, Any], field: str) -> str:
     return value
 
 
-def _alpaca(instruction: str, more: str = "") -> str:
-    """Alpaca's prompt of an instruction and its input, which may be empty."""
-    more = more if more.strip() else ""
-    return ALPACA.format(
-        paired=", paired with an input that provides further context" if more else "",
-        instruction=instruction,
-        input=f"### Input:\n{more}\n\n" if more else "",
-    )
+def _after_system(messages: list[Message]) -> list[Message]:
+    """Messages without a system message at their beginning."""
+    return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
 def _label(record: dict[str, Any], field: str) -> bool:

@@ -192,6 +192,8 @@ class Source:
             identity = "" if records.template is None else records.template.identity
             parts += [records.form, fields, records.tools, config.between, identity]
             parts += [each for each in (records.label, config.weight_field) if each]
+            parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
+            parts += ["drop_system"] if config.drop_system else []
         if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from multipack.data.alpaca import STYLES
 from multipack.data.data_config import BUILT_IN_TEMPLATES
 from multipack.data.records import ROLES, SHAREGPT_ROLES
 from multipack.training.importing.outcome import NotHonored
@@ -18,7 +19,7 @@ _KEYS = """
     path name split revision type ds_type data_files field text_column field_messages field_tools field_chosen
     field_rejected field_instruction field_input field_output message_property_mappings message_field_role
     message_field_content roles roles_to_train train_on_eos chat_template chat_template_jinja field_thinking
-    template_thinking_key preprocess_shards trust_remote_code strict
+    template_thinking_key drop_system_message preprocess_shards trust_remote_code strict
 """
 _READ = frozenset(_KEYS.split())
 """Keys of a data set that are read, or have no effect on its documents."""
@@ -106,9 +107,14 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     name, _, detail = name.partition(".")
     if keys.get("rl") or keys.get("reward_model"):
         return settings | _pairs(given, form, name, detail, keys, kind)
-    if name not in FORMS or (variant and name != "completion") or (detail and name == "alpaca"):
+    variants: Settings = {}
+    if name == "completion" and variant:
+        variants = {"fields": [variant]}
+    elif name == "alpaca" and variant in STYLES:
+        variants = {"alpaca_prompt": variant}
+    if name not in FORMS or (variant and not variants) or (detail and name == "alpaca"):
         raise NotHonored(f"type: {form or 'none'} has no equivalent in data.format")
-    return settings | FORMS[name](given, keys, kind) | ({"fields": [variant]} if variant else {})
+    return settings | FORMS[name](given, keys, kind) | variants
 
 
 def _place(given: Entry) -> Settings:
@@ -160,7 +166,8 @@ def _chat(given: Entry, keys: Entry, kind: str) -> Settings:
     if given.get("field_tools", "tools") != "tools":
         fields.append(str(given["field_tools"]))
     _check_messages(given, keys)
-    return {"format": "chat", "fields": fields, **template_settings(given, keys, kind)}
+    dropped = {"drop_system": True} if given.get("drop_system_message") else {}
+    return {"format": "chat", "fields": fields, **dropped, **template_settings(given, keys, kind)}
 
 
 def _check_messages(given: Entry, keys: Entry) -> None:
@@ -196,6 +203,8 @@ def _check_messages(given: Entry, keys: Entry) -> None:
 
 def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: str) -> Settings:
     """Preference pairs, or for KTO labeled answers."""
+    if given.get("drop_system_message"):
+        raise NotHonored("drop_system_message has no equivalent with preferences")
     found: Settings = {"format": "preference"}
     if keys.get("rl") == "kto" and name in BUILT_IN_TEMPLATES and detail in _PAIRS:
         fields = [_PAIRS[detail], "completion", "label"]
