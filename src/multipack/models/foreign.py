@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch, check_tokens
 from multipack.integrations.attention_interface import register
+from multipack.integrations.rollouts import model_inputs
 from multipack.machine import import_extra
 from multipack.shapes import SIZES, ModelShape
 
@@ -196,22 +197,7 @@ def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
     """(T, d) inputs of the head, times the factor of the logits; (T, d + 1) for a head with a bias, with ones."""
     if batch.input_ids.device.type == "cpu":
         check_tokens(batch.input_ids, decoder.shape.vocabulary_size)
-    bounds, slots = batch.cu_seqlens, torch.arange(batch.num_slots, device=batch.cu_seqlens.device)
-    given = {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
-        "use_cache": False,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
-        "seq_idx": torch.bucketize(slots, bounds[1:], right=True, out_int32=True)[None],
-    }
-    if (
-        batch.tree is not None
-    ):  # the attention function gathers keys; `seq_idx` would divide nodes, not documents
-        paths, longest = batch.tree.cu_seqlens_k, batch.tree.max_seqlen_k
-        given |= {"cu_seq_lens_k": paths, "max_length_k": longest, "key_slots": batch.tree.key_slots}
+    given = model_inputs(batch)
     takes = _arguments(decoder.model.__class__)
     if takes is not None:
         given = {name: value for name, value in given.items() if name in takes}
