@@ -319,11 +319,11 @@ def test_switches_of_families_on_four_ranks(pools, words):
 
 
 SHARED = [
-    (2, "llama", {"data": "zero3"}),
     (4, "llama", {"context": 2, "tensor": 2}),
     (4, "gpt", {"data": "zero1", "pipeline": 2}),
 ]
 MORE_SHARED = [
+    (2, "llama", {"data": "zero3"}),
     *((2, "gpt", words) for words in ALONE if words.get("context_method") != "ring"),
     *((4, "families", words) for words in (FOUR[3], FOUR[4], FOUR[5], FOUR[6], PAIRS[3], PAIRS[9])),
     (8, "llama", {"context": 2, "tensor": 2, "pipeline": 2}),

@@ -99,7 +99,7 @@ def compare(name, documents, min_prefix, weighting, pad_to, dtype, options):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(**CASES)
 def test_losses_and_gradients_equal_those_of_unshared_documents(name, **case):
     compare(name, **case)

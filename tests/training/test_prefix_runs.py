@@ -43,8 +43,13 @@ def base(words, tmp_path):
 @pytest.mark.parametrize(
     ("pairs", "share", "more"),
     [
-        (False, "all", ["data.train_on_prompt=true", "train.loss_weighting=document"]),
         (True, "pairs", []),
+        pytest.param(
+            False,
+            "all",
+            ["data.train_on_prompt=true", "train.loss_weighting=document"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(True, "all", ["preference.loss=reward"], marks=pytest.mark.slow),
         pytest.param(False, "all", ["train.fixed_shape=true", "train.z_loss=1e-3"], marks=pytest.mark.slow),
         pytest.param(False, "groups", ["train.recompute=selective", "train.tiles=2"], marks=pytest.mark.slow),
