@@ -83,11 +83,9 @@ def is_others(command):
 
 def is_quick(command):
     words = shlex.split(command, comments=True)
-    return (
-        words[0] == "multipack"
-        and len(words) > 1
-        and (words[1] in QUICK or "--dry-run" in words or "--settings" in words)
-    )
+    if words[0] != "multipack" or set(words) & {"--picture", "--explore"}:
+        return False
+    return words[1:2] and (words[1] in QUICK or not {"--dry-run", "--settings"}.isdisjoint(words))
 
 
 def shortened(words):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +16,6 @@ from multipack.shapes import SHAPES
 from multipack.training.run_config import compose
 from multipack.words import merge
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel" / "choosing.md"
 GIB = 2**30
 
 
@@ -249,10 +247,3 @@ def test_json_and_models_of_hugging_face(run, tmp_path):
     assert report["rows"][0]["traffic"][0]["kind"] == "all_reduce"
     assert report["command"].startswith("multipack launch -n 2 --ppn 2 -- train data=… model=")
     assert compose(report["command"].split("data=… ")[1].split()).model.layers == 8
-
-
-def test_commands_of_the_page_run(run):
-    commands = re.findall(r"^(?:\$ )?multipack advise (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 7
-    for command in commands:
-        assert run(*command.split()).exit_code == 0
