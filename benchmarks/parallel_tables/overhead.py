@@ -20,6 +20,7 @@ from multipack.parallel.pipeline import PipelineEngine
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
+from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES, ModelShape
 from parallel_tables.ranks import Ranks
 from parallel_tables.setups import adamw, blueprint_of, engine_of, filling, pack_of, train_step
@@ -78,7 +79,8 @@ def engine_with(name: str, world: World, shape: ModelShape) -> ModelEngine:
     share: Share = lambda batch: batch  # noqa: E731
     if name.startswith("context"):
         method = cast("ContextMethod", name.removeprefix("context, "))
-        share = divide_context(model, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), method)
+        placing = ParallelConfig(context_method=method).placing(CostModel.from_shape(shape), 4)
+        share = divide_context(model, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), placing)
     if name == "tensor":
         divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
     call = model
@@ -103,5 +105,5 @@ SHARDED = {
 }
 STRATEGIES = (
     *("plain", "plain, again", "ddp", "zero1", *SHARDED),
-    *("tensor", "context, ulysses", "context, ring", "pipeline, 1f1b"),
+    *("tensor", "context, ulysses", "context, planned", "pipeline, 1f1b"),
 )

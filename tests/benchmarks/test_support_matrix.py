@@ -54,7 +54,7 @@ def test_settings_of_the_own_trainer_are_as_on_the_page(matrix, saved, row):
     from support_tables.own import METHODS, ask_own_trainer
 
     answers = dict(zip(METHODS, saved["own_trainer"].rows[row], strict=True))
-    some = ["one process", "ZeRO 3", "ring"]
+    some = ["one process", "ZeRO 3", "planned"]
     assert ask_own_trainer(row, some) == [answers[name] for name in some], AGAIN
 
 

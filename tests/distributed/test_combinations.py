@@ -52,7 +52,7 @@ def _strategy(draw):
         if ranks <= left:
             left //= ranks
             words.append(f"parallel.{axis}={ranks}")
-    words.append(f"parallel.context_method={draw.choice(['ulysses', 'ring'])}")
+    words.append(f"parallel.context_method={draw.choice(['ulysses', 'planned'])}")
     words.append(f"parallel.schedule={draw.choice(['gpipe', '1f1b', 'interleaved'])}")
     words.append(f"parallel.offload={draw.choice(['none', 'none', 'cpu'])}")
     return size, [*words, *_some(draw, WAYS)]

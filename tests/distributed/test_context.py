@@ -16,10 +16,12 @@ from multipack.models.recompute import recompute_blocks
 from multipack.parallel.context import ContextBatch, divide_context
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
+from multipack.planning.cost import CostModel
+from multipack.planning.placement import place
 from multipack.shapes import ModelShape
 
 SLOTS = 64
-LENGTHS = (3, 30, 1, 11, 9)
+LENGTHS = (3, 38, 1, 7, 5)
 """Documents have prompts, and padding follows: no two ranks have equally many targets."""
 LLAMA = ModelShape(layers=2, heads=4, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=50, context=SLOTS)
 GPT = dataclasses.replace(LLAMA, positions="learned", norm="layernorm", activation="gelu", bias=True)
@@ -50,8 +52,10 @@ def pair(world, shape, method, mesh=None):
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     divided = copy.deepcopy(whole)
-    mesh = mesh or build_mesh(ParallelConfig(context=world.size), world)
-    return whole, divided, divide_context(divided, mesh.axis("cp"), method)
+    config = ParallelConfig(context=world.size, context_method=method)
+    mesh = mesh or build_mesh(config, world)
+    placing = config.placing(CostModel.from_shape(shape), 4)
+    return whole, divided, divide_context(divided, mesh.axis("cp"), placing)
 
 
 def same_as_one(world, name, method, lengths, options):
@@ -93,19 +97,19 @@ def check(pool, name, method, lengths=LENGTHS, options=(), tolerance=1e-5):
 @pytest.mark.parametrize(
     ("name", "ranks"), [pytest.param("gpt", 4, marks=pytest.mark.slow), ("llama", 2), ("one key head", 4)]
 )
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("method", ["ulysses", "planned"])
 def test_losses_and_gradients_sum_to_those_of_one_process(pools, name, method, ranks):
     targets = check(pools(ranks), name, method)
     assert len(set(targets)) > 1
 
 
 def test_any_documents(pools):
-    """Ring attention has the same test with threads, in tests/parallel/test_ring.py."""
+    """Planned attention has the same test with threads, in tests/parallel/test_planned.py."""
     for lengths in ((64,), (2,) * 30, (32, 32), (7,)):
         check(pools(4), "gpt", "ulysses", lengths)
 
 
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("method", ["ulysses", "planned"])
 @pytest.mark.parametrize(
     "options",
     [("weights", "float64"), ("selective",), ("full",), pytest.param(("compile",), marks=pytest.mark.slow)],
@@ -116,7 +120,7 @@ def test_options(pools, options, method):
 
 
 def test_bf16_is_accurate_to_rounding(pools):
-    for method in ("ulysses", "ring"):
+    for method in ("ulysses", "planned"):
         check(pools(2), "llama", method, options=("bf16", "full"), tolerance=0.03)
 
 
@@ -135,7 +139,7 @@ def mixed_dtypes(world, method):
     return tuple(out.shape), str(out.dtype)
 
 
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("method", ["ulysses", "planned"])
 def test_tensors_are_cast_before_they_are_sent(pools, method):
     assert pools(2).run(mixed_dtypes, method) == [((SLOTS // 2, 4, 8), "torch.bfloat16")] * 2
 
@@ -145,22 +149,19 @@ def sent_bytes(world, name, method, lengths):
     _, divided, share = pair(world, SHAPES[name], method)
     count = [0]
 
-    def all_to_all(received, sent, group=None):
-        count[0] += sent.nbytes * (world.size - 1) // world.size
-        return exchange(received, sent, group=group)
+    def all_to_all(received, sent, received_sizes=None, sent_sizes=None, **options):
+        assert not sent_sizes or sent_sizes[world.rank] == 0
+        count[0] += sent.nbytes if sent_sizes else sent.nbytes * (world.size - 1) // world.size
+        return exchange(received, sent, received_sizes, sent_sizes, **options)
 
-    def batched(operations):
-        count[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
-        return messages(operations)
-
-    exchange, messages = dist.all_to_all_single, dist.batch_isend_irecv
-    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
+    exchange = dist.all_to_all_single
+    dist.all_to_all_single = all_to_all
     try:
         loss = divided(share(pack(lengths)))
         forward = count[0]
         loss.backward()
     finally:
-        dist.all_to_all_single, dist.batch_isend_irecv = exchange, messages
+        dist.all_to_all_single = exchange
     return forward, count[0] - forward
 
 
@@ -171,12 +172,15 @@ def test_bytes_sent_follow_the_formulas(pools, ranks):
     layers, size = shape.layers, 4 * shape.head_width
     ulysses = layers * (ranks - 1) * each // ranks * (2 * shape.heads + 2 * kv_heads) * size
     assert pools(ranks).run(sent_bytes, "llama", "ulysses", LENGTHS) == [(ulysses, ulysses)] * ranks
-    found = pools(ranks).run(sent_bytes, "llama", "ring", (SLOTS,))
-    most = layers * 2 * (ranks - 1) * each * shape.kv_heads * size
-    assert max(forward for forward, _ in found) == most
-    assert sum(forward for forward, _ in found) == most * ranks * 3 // 4
-    assert sum(backward for _, backward in found) == 2 * sum(forward for forward, _ in found)
-    assert pools(ranks).run(sent_bytes, "llama", "ring", (8,) * 8) == [(0, 0)] * ranks
+    for lengths in ((SLOTS,), LENGTHS, (8,) * 8):
+        found = pools(ranks).run(sent_bytes, "llama", "planned", lengths)
+        config = ParallelConfig(context=ranks, context_method="planned")
+        placement, _ = config.placing(CostModel.from_shape(shape), 4)(lengths, SLOTS)
+        key = layers * 2 * shape.kv_heads * size
+        sent, received = placement.sent * key, placement.received * key
+        assert found == list(zip(sent.tolist(), (sent + received).tolist(), strict=True))
+        assert placement.sent.any() == (len(lengths) < 8), "short documents are sent nowhere"
+    assert place((SLOTS,), CostModel.from_shape(shape), ranks, each).sent.max() == (ranks - 1) * each
 
 
 def shares(world, method):
@@ -192,27 +196,30 @@ def shares(world, method):
     meta = own.to("meta")
     moved = [meta.input_ids, meta.weights, meta.cu_seqlens, meta.whole.targets]
     assert {tensor.device.type for tensor in moved} == {"meta"}
-    assert method == "ulysses" or meta.own_cu_seqlens.device.type == "meta"
+    assert method == "ulysses" or meta.schedule.cu_seqlens.device.type == "meta"
     return [getattr(own, name).tolist() for name in ("input_ids", "targets", "position_ids", "weights")]
 
 
 def test_a_share_has_this_ranks_tokens_and_the_bounds_of_all_documents(pools):
     batch = pack(weighting="document")
-    for method, order in (("ulysses", range(64)), ("ring", [*range(16), *range(48, 64), *range(16, 48)])):
+    for method in ("ulysses", "planned"):
         found = pools(2).run(shares, method)
-        for place, name in enumerate(("input_ids", "targets", "position_ids", "weights")):
-            held = [value for own in found for value in own[place]]
-            assert held == getattr(batch, name)[[*order]].tolist()
+        held = sorted(row for own in found for row in zip(*own, strict=True))
+        whole = [getattr(batch, name) for name in ("input_ids", "targets", "position_ids", "weights")]
+        if method == "planned":  # padding is at position 0
+            whole[2] = whole[2].where(torch.arange(SLOTS) < sum(LENGTHS), 0)
+        assert held == sorted(zip(*(each.tolist() for each in whole), strict=True))
 
 
 def mistakes(world):
     """Messages of mistakes."""
-    _, model, share = pair(world, LLAMA, "ring")
+    _, model, share = pair(world, LLAMA, "planned")
     mesh = build_mesh(ParallelConfig(context=world.size), world).axis("cp")
     calls = {
-        "slots": lambda: share(pack((30, 20), pad_to=None)),
+        "slots": lambda: share(pack((30, 21), pad_to=None)),
         "whole": lambda: model(pack()),
-        "model": lambda: divide_context(torch.nn.Linear(2, 2), mesh, "ring"),
+        "model": lambda: divide_context(torch.nn.Linear(2, 2), mesh),
+        "window": lambda: pair(world, SHAPES["window"], "planned"),
     }
     said = {}
     for name, call in calls.items():
@@ -226,9 +233,10 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
     said, other = pools(2).run(mistakes)
     assert said == other
     expected = {
-        "slots": "a pack of 50 slots .*parallel.context=2 .*48",
+        "slots": "a pack of 51 slots .*parallel.context=2: .*50",
         "whole": "divide_context",
         "model": "Linear .*`attend`",
+        "window": "sliding windows: use parallel.context_method=ulysses",
     }
     for name, words in expected.items():
         assert re.search(words, said[name]), said[name]
@@ -236,7 +244,7 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
 
 def one_leaves(world):
     """Rank 1 takes no part in the attention."""
-    _, model, share = pair(world, LLAMA, "ring")
+    _, model, share = pair(world, LLAMA, "planned")
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
     if world.rank == 1:
         dist.distributed_c10d._get_default_store().wait(["rank 0 has given up"], timedelta(seconds=30))
@@ -251,7 +259,7 @@ def one_leaves(world):
 
 
 @pytest.mark.slow
-def test_a_rank_that_takes_no_part_in_a_ring_is_named(pool_type):
+def test_a_rank_that_takes_no_part_in_an_exchange_is_named(pool_type):
     pool = pool_type(2, timeout_seconds=2)
     first = pool.outcomes(one_leaves)[0]
     pool.kill()

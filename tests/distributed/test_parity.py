@@ -127,7 +127,7 @@ def run(mesh, config, shape, optimizer, steps, count, adapter="", kind="random")
 
 def case(world, words, *arguments):
     folder = {"offload_folder": tempfile.gettempdir()} if words.get("offload") == "disk" else {}
-    config = ParallelConfig(**words, **folder)
+    config = ParallelConfig(**words, **folder).resolved(arguments[0])
     config.check(arguments[0], world.size, SLOTS)
     found = run(build_mesh(config, world), config, *arguments)
     return found if world.rank in (0, world.size - 1) else None
@@ -166,8 +166,8 @@ ALONE = [
     *ZERO,
     {"data": "zero3", "offload": "cpu"},
     {"tensor": 2},
-    {"context": 2},
-    {"context": 2, "context_method": "ring"},
+    {"context": 2, "context_method": "ulysses"},
+    {"context": 2, "context_method": "planned"},
     {"pipeline": 2, "schedule": "gpipe"},
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "interleaved"},
@@ -177,8 +177,8 @@ FOUR = [
     *ZERO,
     {"data": "hsdp"},
     {"tensor": 4},
-    {"context": 4},
-    {"context": 4, "context_method": "ring"},
+    {"context": 4, "context_method": "ulysses"},
+    {"context": 4, "context_method": "planned"},
     {"pipeline": 4},
     {"pipeline": 4, "schedule": "gpipe"},
     {"data": "hsdp", "replicate": 4},
@@ -187,41 +187,41 @@ FOUR = [
 PAIRS = [
     {"data": "zero1", "tensor": 2},
     {"data": "zero3", "tensor": 2},
-    {"data": "zero1", "context": 2, "context_method": "ring"},
-    {"data": "zero3", "context": 2},
+    {"data": "zero1", "context": 2, "context_method": "planned"},
+    {"data": "zero3", "context": 2, "context_method": "ulysses"},
     {"data": "zero1", "pipeline": 2},
     {"data": "zero2", "pipeline": 2, "schedule": "gpipe"},
     {"data": "zero3", "pipeline": 2, "schedule": "interleaved"},
     {"tensor": 2, "pipeline": 2, "schedule": "interleaved"},
-    {"context": 2, "context_method": "ring", "tensor": 2},
-    {"context": 2, "pipeline": 2},
+    {"context": 2, "context_method": "planned", "tensor": 2},
+    {"context": 2, "context_method": "ulysses", "pipeline": 2},
 ]
 MORE_PAIRS = [
-    *({"tensor": 2}, {"context": 2}, {"pipeline": 2}),  # beside ddp
+    *({"tensor": 2}, {"context": 2, "context_method": "ulysses"}, {"pipeline": 2}),  # beside ddp
     {"data": "zero2", "tensor": 2},
     {"tensor": 2, "pipeline": 2},
-    {"context": 2, "tensor": 2},
+    {"context": 2, "context_method": "ulysses", "tensor": 2},
 ]
 EIGHT = [
     {"tensor": 2, "pipeline": 2},
     {"data": "zero1", "tensor": 2, "pipeline": 2},
     {"data": "zero3", "tensor": 2, "pipeline": 2, "schedule": "interleaved"},
-    {"data": "zero2", "context": 2, "tensor": 2},
+    {"data": "zero2", "context": 2, "context_method": "ulysses", "tensor": 2},
     {"data": "hsdp", "tensor": 2},
     {"data": "hsdp", "pipeline": 2},
-    {"data": "hsdp", "context": 2},
-    {"data": "zero3", "context": 2, "context_method": "ring", "pipeline": 2},
-    {"context": 2, "tensor": 2, "pipeline": 2},
-    {"context": 2, "context_method": "ring", "tensor": 2, "pipeline": 2, "schedule": "gpipe"},
-    {"data": "hsdp", "context": 2, "tensor": 2},
+    {"data": "hsdp", "context": 2, "context_method": "ulysses"},
+    {"data": "zero3", "context": 2, "context_method": "planned", "pipeline": 2},
+    {"context": 2, "context_method": "ulysses", "tensor": 2, "pipeline": 2},
+    {"context": 2, "context_method": "planned", "tensor": 2, "pipeline": 2, "schedule": "gpipe"},
+    {"data": "hsdp", "context": 2, "context_method": "ulysses", "tensor": 2},
     {"data": "hsdp", "replicate": 4, "tensor": 2},
-    {"data": "zero1", "context": 2, "tensor": 2},
+    {"data": "zero1", "context": 2, "context_method": "ulysses", "tensor": 2},
     {"data": "zero1", "pipeline": 4},
-    {"data": "zero2", "context": 2, "context_method": "ring", "pipeline": 2, "schedule": "interleaved"},
+    {"data": "zero2", "context": 2, "context_method": "planned", "pipeline": 2, "schedule": "interleaved"},
     {"data": "zero2", "offload": "cpu", "tensor": 2, "pipeline": 2},
     {"tensor": 2, "pipeline": 4},
-    {"context": 4, "context_method": "ring", "tensor": 2},
-    {"context": 8, "context_method": "ring"},
+    {"context": 4, "context_method": "planned", "tensor": 2},
+    {"context": 8, "context_method": "planned"},
 ]
 MATRIX = {2: ALONE, 4: [*FOUR, *PAIRS, *MORE_PAIRS], 8: EIGHT}
 
@@ -324,7 +324,7 @@ SHARED = [
 ]
 MORE_SHARED = [
     (2, "llama", {"data": "zero3"}),
-    *((2, "gpt", words) for words in ALONE if words.get("context_method") != "ring"),
+    *((2, "gpt", words) for words in ALONE if words.get("context_method") != "planned"),
     *((4, "families", words) for words in (FOUR[3], FOUR[4], FOUR[5], FOUR[6], PAIRS[3], PAIRS[9])),
     (8, "llama", {"context": 2, "tensor": 2, "pipeline": 2}),
 ]
@@ -339,9 +339,9 @@ def test_documents_that_share_their_beginnings_equal_those_that_do_not(pools, ra
     check(pools(ranks), words, name, "sgd", steps=1, shares=True)
 
 
-def test_a_ring_takes_no_shared_beginnings(pools):
-    words = {"context": 2, "context_method": "ring"}
-    with pytest.raises(AssertionError, match=r"parallel\.context_method=ring .*share_prefixes=off"):
+def test_placed_documents_take_no_shared_beginnings(pools):
+    words = {"context": 2, "context_method": "planned"}
+    with pytest.raises(AssertionError, match=r"parallel\.context_method=planned .*share_prefixes=off"):
         check(pools(2), words, "llama", "sgd", steps=1, shares=True)
 
 
@@ -361,7 +361,10 @@ SLOW_ADAPTED = [
         (8, [{"tensor": 8}]),
     )
     for words in found
-    for name, adapter in (("gpt", "dora"), ("llama" if "context_method" in words else "families", "lora"))
+    for name, adapter in (
+        ("gpt", "dora"),
+        ("llama" if words.get("context_method") == "planned" else "families", "lora"),
+    )
     if ranks < 8 or name != "gpt"  # which has 4 heads
 ]
 

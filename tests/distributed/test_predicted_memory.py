@@ -141,7 +141,7 @@ STRATEGIES = [
     {"tensor": 4},
     {"data": "zero3", "tensor": 2},
     {"data": "zero1", "context": 2},
-    {"context": 4, "context_method": "ring"},
+    {"context": 4, "context_method": "planned"},
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "gpipe"},
     {"pipeline": 2, "schedule": "interleaved"},
@@ -177,7 +177,7 @@ def check(pool, words, name, dtype, adapter=""):
     ("words", "name", "dtype"),
     [
         ({"data": "zero3"}, "llama", "fp32"),
-        ({"context": 4, "context_method": "ring"}, "llama", "fp32"),
+        ({"context": 4, "context_method": "planned"}, "llama", "fp32"),
         pytest.param({"pipeline": 2}, "llama", "bf16", marks=pytest.mark.slow),
     ],
     ids=str,

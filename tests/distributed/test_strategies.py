@@ -101,7 +101,7 @@ RUNS = [
 ]
 SLOW = [
     (2, "train.loss_weighting=document", "parallel.data=zero1"),
-    (2, "", "parallel.context=2 parallel.context_method=ring train.recompute=selective"),
+    (2, "", "parallel.context=2 parallel.context_method=planned train.recompute=selective"),
     (4, DEEP, "parallel.pipeline=2 parallel.data=zero3 data.readers=1"),
     (4, "", "parallel.data=zero2 parallel.tensor=2"),
     (4, "", "parallel.data=hsdp"),

@@ -225,12 +225,12 @@ def test_axes_divide_activations():
     saved = [Workload(shape, ParallelConfig(tensor=tensor), 4, SLOTS).saved_by_block() for tensor in (2, 4)]
     halved = {name for name, size in saved[0].items() if size and 2 * saved[1][name] == size}
     assert halved == {name for name, size in saved[0].items() if size} - {"projected"}  # gathered
-    one, ring, ulysses = (
+    one, planned, ulysses = (
         memory(shape, ranks=4, **words).activations
-        for words in ({}, {"context": 4, "context_method": "ring"}, {"context": 4})
+        for words in ({}, {"context": 4, "context_method": "planned"}, {"context": 4})
     )
-    assert 4 * ring == one
-    assert ring < ulysses < 1.2 * ring
+    assert 4 * planned == one
+    assert planned < ulysses < 1.2 * planned
     deep, schedules = dataclasses.replace(LLAMA, layers=16), ("1f1b", "interleaved", "gpipe")
     peaks = [memory(deep, "fp32", "none", 8, 4, pipeline=4, schedule=each).peak for each in schedules]
     assert peaks == sorted(peaks)

@@ -53,6 +53,13 @@ REFUSED_ALONE = [
     ({"offload": "cpu"}, "offload=cpu", "data=zero3"),
     ({"replicate": 2}, "replicate=2", "data=hsdp"),
     ({"timeout_seconds": 0}, "timeout_seconds", "positive"),
+    ({"context_slack": 2}, "context_slack=2", "[0, 1]"),
+    (
+        {"context_slack": 0.25, "context_method": "ulysses"},
+        "context_slack=0.25",
+        "use parallel.context_slack=0",
+    ),
+    ({"context_slack": 0.25, "pipeline": 2}, "pipeline=2", "use parallel.context_slack=0"),
 ]
 REFUSED_WITH_A_WORLD = [
     ({"tensor": 3}, 8, "tensor=3", "use parallel.tensor=2"),
@@ -63,18 +70,25 @@ REFUSED_WITH_A_WORLD = [
     ({"data": "hsdp", "replicate": 3}, 8, "replicate=3", "use parallel.replicate=2"),
     ({"tensor": 3}, 3, "model.kv_heads=2", "use parallel.tensor=1"),
     ({"tensor": 8}, 8, "model.heads=4", "use parallel.tensor=4"),
-    ({"context": 4, "tensor": 2}, 8, "model.heads=4", "use parallel.context=2"),
-    ({"context": 8}, 8, "model.heads=4", "parallel.context_method=ring"),
+    ({"context": 4, "context_method": "ulysses", "tensor": 2}, 8, "model.heads=4", "use parallel.context=2"),
+    ({"context": 8, "context_method": "ulysses"}, 8, "model.heads=4", "parallel.context_method=planned"),
     ({"pipeline": 8}, 8, "model.layers=4", "use parallel.pipeline=4"),
     ({"pipeline": 6}, 6, "6 stages", "use parallel.pipeline=3"),
     ({"pipeline": 4, "schedule": "interleaved"}, 4, "8 stages", "parallel.schedule=1f1b"),
 ]
-RING = {"context": 2, "context_method": "ring"}
+PLANNED = {"context": 2, "context_method": "planned"}
 REFUSED_WITH_A_MODEL = [
     ({"tensor": 2}, SHAPE.with_vocabulary(97), 2048, "model.vocabulary_size=97", "model.vocabulary_size=98"),
     ({"tensor": 2}, SHAPE, 2047, "plan.capacity=2047", "plan.capacity=2046"),
-    (RING, SHAPE, 2046, "plan.capacity=2046", "multiple of 4"),
-    (RING, replace(SHAPE, window=16), 2048, "model.window=16", "parallel.context_method=ulysses"),
+    (PLANNED, SHAPE, 2047, "plan.capacity=2047", "multiple of 2"),
+    (PLANNED, replace(SHAPE, window=16), 2048, "model.window=16", "parallel.context_method=ulysses"),
+    (
+        PLANNED,
+        replace(SHAPE, attention_cap=50.0),
+        2048,
+        "model.attention_cap=50",
+        "parallel.context_method=ulysses",
+    ),
 ]
 
 
@@ -93,7 +107,9 @@ def test_legal_combinations_pass():
     for shape in SHAPES.values():
         ParallelConfig().check(shape, 1, 2048)
     ParallelConfig(tensor=2).check(SHAPE.with_vocabulary(0), 2, 2048)  # the vocabulary is not known yet
-    ParallelConfig(**RING).check(SHAPE, 2, 2048)
+    ParallelConfig(**PLANNED).check(SHAPE, 2, 2048)
+    ParallelConfig(context=8).check(SHAPE, 8, 2048)  # no head need be whole
+    ParallelConfig(context=2).check(replace(SHAPE, window=16), 2, 2048)
     with pytest.raises(ValueError, match=r"train\.dtype=fp16"):
         ParallelConfig(data="zero3").check(SHAPE, 2, 2048, "fp16")
     ParallelConfig(data="zero1").check(SHAPE, 2, 2048, "fp16")

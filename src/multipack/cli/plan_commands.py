@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from multipack.cli.plan_settings import PackCommand, PlanCommand
     from multipack.planning.packing import Packs
+    from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.plan import Plan
     from multipack.planning.report import PlanReport
     from multipack.reports.console import Console
@@ -34,6 +35,8 @@ Planned = tuple[
 ]
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
+CONTEXT_PACKS = 64
+"""Packs on which methods of context parallelism are compared, at most."""
 
 
 def plan(
@@ -78,7 +81,7 @@ def plan(
     from multipack.planning.advice import advise
     from multipack.planning.report import padded_share
     from multipack.reports.console import Console
-    from multipack.reports.summary import report_rows, verdict
+    from multipack.reports.summary import context_table, report_rows, verdict
 
     words, file = _without_file(words or [], picture)
     path, command = compose_plan(words)
@@ -91,8 +94,10 @@ def plan(
     planned, measured = _measured(lengths, targets, weights, command, cut, console)
     drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
+    methods = _context(planned, command)
     if as_json:
         others = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
+        others |= {"context": [each.to_dict() for each in methods]} if methods else {}
         print_json(measured.to_dict() | others)
         return
     rows = report_rows(measured, share, command.padded_batch_size, command.world_size, command.plan, advice)
@@ -102,6 +107,9 @@ def plan(
         console.paragraph(head)
         console.line(pictures)
     console.section(f"plan of {source}", [*rows, *more])
+    if methods:
+        title = f"context={command.context}: slowest rank over the mean, packs as planned (time: with what is sent)"
+        console.table(title, *context_table(methods))
     if file is not None:
         view = (planned, measured, command, step, share, source, trained, [*rows, *more], file)
         write_atomically(file, _picture(*view))
@@ -152,6 +160,24 @@ def _measured(
             options=options,
         )
         return planned, report(planned, ranks, command.sync, command.sample or None, split_documents=cut)
+
+
+def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
+    """Methods of context parallelism on evenly spaced packs; none for one rank, or a cost without a shape."""
+    from multipack.planning.placement import Placing, Prices
+    from multipack.planning.placement_report import measure_context
+    from multipack.planning.report import even
+
+    cost, ranks = planned.cost_model, command.context
+    if ranks == 1 or cost.shape is None:
+        return []
+    numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
+    packs = [
+        planned.order[planned.pack_offsets[number] : planned.pack_offsets[number + 1]] for number in numbers
+    ]
+    placing = Placing(cost, ranks, Prices.of(cost.shape, ranks))
+    slots = -(-planned.capacity // ranks) * ranks
+    return measure_context([planned.slots[pack] for pack in packs], placing, slots, cost.shape)
 
 
 def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | None]:

@@ -27,6 +27,8 @@ class PlanCommand:
     """File of a cost model fitted to measured times (JSON of `multipack calibrate`); empty = the model's FLOPs."""
     world_size: int = 1
     """Data-parallel ranks of the report."""
+    context: int = 1
+    """Context ranks, which divide each pack: above 1, the report compares how even a ring, Ulysses and planned are."""
     sync: Sync = "micro"
     """Sync points: every micro-batch (`micro`: FSDP; `pipeline`), or once per `step` (DDP)."""
     seed: int = 0
@@ -46,7 +48,8 @@ class PlanCommand:
             raise ValueError(
                 "data.stream=true: documents that arrive during training cannot be planned before"
             )
-        for name, least in (("world_size", 1), ("padded_batch_size", 1), ("epoch", 0), ("sample", 0)):
+        ranges = {"world_size": 1, "context": 1, "padded_batch_size": 1, "epoch": 0, "sample": 0}
+        for name, least in ranges.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         packs = self.plan.packs_per_step

@@ -7,6 +7,7 @@ fastest. These times only rank candidates; they do not predict the time of a ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from itertools import product
 from typing import Any, get_args
 
 from multipack.launch.advise_request import AdviseRequest, PackSize
+from multipack.launch.context_choice import measured, measures, packs_of, with_link
 from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import (
     Memory,
@@ -25,7 +27,6 @@ from multipack.launch.memory_model import (
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import (
     DATA_STRATEGIES,
-    ContextMethod,
     Data,
     Offload,
     ParallelConfig,
@@ -33,6 +34,7 @@ from multipack.parallel.parallel_config import (
 )
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
+from multipack.planning.placement_report import ContextMeasure
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.words import changed_words
@@ -94,7 +96,13 @@ class Candidate:
         request, config = self.request, self.config
         micro_batches = fit_micro_batches(config, request.micro_batches * config.model_ranks)
         step = (request.devices, request.capacity, request.dtype, self.recompute, micro_batches)
-        return Workload(request.model, config, *step, optimizer=self.optimizer, adapter=request.adapter)
+        options: dict[str, Any] = {"adapter": request.adapter, "placed": self.placed}
+        return Workload(request.model, config, *step, optimizer=self.optimizer, **options)
+
+    @cached_property
+    def placed(self) -> ContextMeasure | None:
+        """What context ranks exchange, and how even they are; None without context parallelism."""
+        return measured(self.request, self.config)
 
     @property
     def packs(self) -> int:
@@ -127,11 +135,11 @@ class Candidate:
         """
         request, work = self.request, self.work
         flops, within_host, between_hosts = request.speeds
-        longest = min(request.document_tokens, request.capacity)
-        full, rest = divmod(request.capacity, longest)
-        lengths = [longest] * full + [rest] * (rest > 0)
+        packs = packs_of(request.lengths, request.capacity, request.document_tokens)
         cost = CostModel.from_shape(request.model, recompute="full" if self.recompute == "full" else "flash")
-        compute = work.micro_batches * cost.flops(lengths, executed=True) / (self.config.model_ranks * flops)
+        pack = sum(cost.flops(lengths, executed=True) for lengths in packs) / len(packs)
+        compute = work.micro_batches * pack / (self.config.model_ranks * flops)
+        compute *= self.placed.step_mean if self.placed else 1
         compute *= 1 + stage_imbalance(request.model, self.config)
         compute /= 1 - bubble(self.config, work.micro_batches)
         overlapped = exposed = 0.0
@@ -158,7 +166,7 @@ class Candidate:
         config = self.config
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = list(DATA_STRATEGIES).index(config.data)
-        unusual = (config.context_method == "ring") + (config.schedule == "interleaved")
+        unusual = config.schedule == "interleaved"
         return (list(QUESTIONS).index(self.family), OFFLOADS.index(config.offload), axes, stage, unusual)
 
     @property
@@ -203,6 +211,14 @@ class Advice:
     chosen: Candidate | None
     rows: list[Candidate]
 
+    @cached_property
+    def context(self) -> tuple[int, list[ContextMeasure]]:
+        """Context ranks of the first row that has some (otherwise at most 8), and all methods on them."""
+        found = (row.config for row in self.rows if row.config.context > 1)
+        ranks = math.gcd(self.request.devices, 8)
+        config = next(found, with_link(ParallelConfig(context=ranks), self.request))
+        return config.context, measures(self.request, config) if config.context > 1 else []
+
     @property
     def command(self) -> str:
         """The training command, without documents; empty if nothing fits."""
@@ -221,6 +237,7 @@ class Advice:
             "path": [{"question": question, "answer": answer} for question, answer in self.path],
             "recommended": self.chosen.to_dict() if self.chosen else None,
             "rows": [row.to_dict() for row in self.rows],
+            "context": {"ranks": self.context[0], "methods": [each.to_dict() for each in self.context[1]]},
             "command": self.command,
         }
 
@@ -323,11 +340,12 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             continue
         if remainder or (context > 1 and request.capacity // context < MIN_SLOTS_PER_RANK):
             continue
-        methods: list[ContextMethod] = ["ulysses", "ring"] if context > 1 else ["ulysses"]
         schedules: list[Schedule] = ["1f1b", "interleaved"] if pipeline > 1 else ["1f1b"]
         stages: list[Data] = ["ddp", "zero1", "zero2", "zero3"] if data * context > 1 else ["ddp"]
-        for method, schedule, stage in product(methods, schedules, stages):
-            config = ParallelConfig(stage, 0, tensor, context, method, pipeline, schedule)
+        for schedule, stage in product(schedules, stages):
+            axes: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
+            config = ParallelConfig(stage, **axes, schedule=schedule)
+            config = with_link(config, request) if context > 1 else config
             variants = [config]
             if stage == "zero3":
                 variants += [_offloaded(config, kind) for kind in kinds]

@@ -17,6 +17,7 @@ from typing import Literal
 from multipack.launch.held import FLOAT32, Held, blocks_held, output_rows, outside_held, trains_output
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart, parts_of_ranks
+from multipack.planning.placement_report import ContextMeasure
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
@@ -82,6 +83,8 @@ class Workload:
         dtype, recompute: dtype of matrix products, and activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
+        placed: what context ranks exchange for a pack; None = one document fills each pack, and is placed by cost
+            unless the method is ulysses.
         optimizer: AdamW has two moments per parameter, of 4, 2 or 1 bytes, and Muon one for the matrices of blocks.
     """
 
@@ -95,6 +98,7 @@ class Workload:
     device: Literal["gpu", "cpu"] = "gpu"
     optimizer: OptimizerName = "adamw"
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    placed: ContextMeasure | None = None
 
     @cached_property
     def block(self) -> Held:
@@ -104,7 +108,7 @@ class Workload:
     @property
     def slots(self) -> int:
         """Slots of a pack on a rank under context parallelism, before sequence parallelism divides them further."""
-        return self.tokens // self.config.context
+        return int(self.tokens // self.config.context * (1 + self.config.context_slack))
 
     @property
     def product(self) -> int:
@@ -134,7 +138,8 @@ class Workload:
         on_cpu, d, e = self.device == "cpu", shape.d_model, shape.head_width
         here, heads = slots // config.tensor, shape.heads // config.tensor
         key_heads = max(shape.kv_heads // config.tensor, 1)  # several ranks may have the same one
-        ulysses = config.context > 1 and config.context_method == "ulysses"
+        ulysses = config.context > 1 and config.resolved(shape).context_method != "planned"
+        ulysses = ulysses and shape.heads % (config.tensor * config.context) == 0
         if ulysses:  # key heads are repeated until every rank has one
             key_heads = math.lcm(key_heads, config.context)
         widened = self.widens_norms

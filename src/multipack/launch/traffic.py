@@ -11,13 +11,13 @@ pass, except for results that are not read again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from multipack.launch.held import FLOAT32, outside_held
 from multipack.launch.memory_model import Workload
 from multipack.parallel.stages import RankPart, parts_of_ranks
+from multipack.planning.placement_report import key_bytes, token_bytes
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,23 @@ def _tensor(work: Workload, part: RankPart) -> Iterator[Traffic]:
 
 def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
     shape, config, ranks = work.shape, work.config, work.config.context
-    repeats = work.recompute != "none"
-    heads, key_heads = shape.heads // config.tensor, max(1, shape.kv_heads // config.tensor)
-    token = part.layers * work.micro_batches * work.slots * shape.head_width * work.product
-    reach = ranks * config.tensor
-    if config.context_method == "ulysses":
-        exchanged = 2 * heads + 2 * math.lcm(key_heads, ranks)
-        yield Traffic("context", "all_to_all", ranks, reach, (3 if repeats else 2) * exchanged * token)
-    else:  # keys and values, and half of their gradients: an upper bound, reached by one document per pack
-        halves = (ranks - 1) * (7 if repeats else 5)
-        yield Traffic("context", "send", ranks, reach, halves * key_heads * token)
+    if ranks == 1:
+        return
+    again, placed, slots = work.recompute != "none", work.placed, work.tokens // ranks
+    ulysses = config.resolved(shape).context_method == "ulysses"
+    calls, reach = work.micro_batches * part.layers / shape.layers, ranks * config.tensor
+    exchanged = placed.exchanged if placed else float(ulysses)
+    sent, received = (
+        (placed.sent, placed.received) if placed else (slots * (ranks - 1), slots * (ranks - 1) / 2)
+    )
+    if exchanged:
+        each = token_bytes(shape, ranks, config.tensor, work.product) * ranks / (ranks - 1)
+        times = exchanged * slots * (1.5 if again else 1)
+        yield Traffic("context", "all_to_all", ranks, reach, round(calls * times * each))
+    if exchanged < 1:  # keys and values forward and backward, and the gradients of those received
+        each = key_bytes(shape, config.tensor, work.product)
+        times = sent * (3 if again else 2) + received
+        yield Traffic("context", "send", ranks, reach, round(calls * times * each))
 
 
 def _pipeline(work: Workload, part: RankPart) -> Iterator[Traffic]:

@@ -101,7 +101,7 @@ class Attention(nn.Module):
     The number of heads follows from the weights, which are a part of the whole under tensor parallelism.
 
     Attributes:
-        attend: the attention function; context parallelism replaces it by ring attention.
+        attend: the attention function; context parallelism replaces it.
         rotate: (query, key, rotation) → both, rotated; models/kernels.py replaces it.
     """
 

@@ -1,4 +1,4 @@
-"""Attention to part of the keys, for ring attention: results that can be merged, and each part's gradients.
+"""Attention to part of the keys, for context parallelism: results that can be merged, and each part's gradients.
 
     sⱼ = q·kⱼ/√D      lse = log Σⱼ exp(sⱼ)      out = Σⱼ exp(sⱼ − lse) vⱼ
 

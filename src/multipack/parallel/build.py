@@ -30,6 +30,7 @@ from multipack.parallel.stages import split_layers, stages_of_rank
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
+from multipack.planning.cost import CostModel
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 """This rank's parameters by name → an optimizer over them."""
@@ -45,7 +46,6 @@ class Blueprint:
         layers: number of blocks.
         width: of the hidden states between blocks.
         shapes: names and shapes of all parameters.
-        dtypes: name → dtype, of those that are not float32.
         initial: the initial weights, see `materialize`.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
@@ -53,6 +53,8 @@ class Blueprint:
         from_main: whether rank 0 alone calls `initial`, because it reads files; no rank then draws other values
             before.
         saved: names of the parameters that the engine's state has, see `ModelEngine`; None = all.
+        dtypes: name → dtype, of those that are not float32.
+        cost: cost of documents, by which context parallelism places them.
     """
 
     build: Callable[[tuple[int, int] | None], nn.Module]
@@ -66,6 +68,7 @@ class Blueprint:
     from_main: bool = False
     saved: frozenset[str] | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    cost: CostModel = field(default_factory=CostModel.from_shape)
 
 
 def build_engine(
@@ -194,7 +197,7 @@ def _apply_strategies(
     if mesh.sizes["tp"] > 1:
         divide_tensors(model, mesh.axis("tp"), blueprint.tensor_plan)
     if mesh.sizes["cp"] > 1:
-        share = divide_context(model, mesh.axis("cp"), config.context_method)
+        share = divide_context(model, mesh.axis("cp"), config.placing(blueprint.cost, dtype.itemsize))
     blueprint.prepare(model)
     if config.uses_fsdp:
         # Without sharding, FSDP2's groups have one rank, and gradients are all-reduced over groups.

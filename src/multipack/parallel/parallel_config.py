@@ -6,14 +6,16 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
+from multipack.planning.cost import CostModel
+from multipack.planning.placement import FLOPS_PER_BYTE, Placing, Prices
 from multipack.shapes import ModelShape
 
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
-ContextMethod = Literal["ulysses", "ring"]
+ContextMethod = Literal["auto", "planned", "ulysses"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Offload = Literal["none", "cpu", "disk"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -66,8 +68,12 @@ class ParallelConfig:
     """Ranks that divide every matrix and the vocabulary; neighbors, best within one host."""
     context: int = 1
     """Ranks that divide the tokens of every pack."""
-    context_method: ContextMethod = "ulysses"
-    """How these ranks attend to each other's tokens: exchange heads for tokens, or pass keys and values in a ring."""
+    context_method: ContextMethod = "auto"
+    """planned: documents on as many ranks as their cost asks for; ulysses: heads for tokens; auto: the cheaper one."""
+    context_slack: float = 0.0
+    """Share of slots that a context rank may have beyond equal parts of a pack (planned); 0 = equally many, always."""
+    context_flops_per_byte: float = FLOPS_PER_BYTE
+    """FLOPs of a device while it sends a byte to a context rank, which weigh bytes against balance (planned)."""
     pipeline: int = 1
     """Ranks that divide the layers."""
     schedule: Schedule = "1f1b"
@@ -83,6 +89,17 @@ class ParallelConfig:
         """Check settings and combinations that do not depend on the number of ranks."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
+        if not 0 <= self.context_slack <= 1 or self.context_flops_per_byte < 0:
+            raise ValueError(
+                f"parallel.context_slack={self.context_slack:g} must be in [0, 1], and"
+                f" parallel.context_flops_per_byte={self.context_flops_per_byte:g} at least 0"
+            )
+        if self.context_slack and (self.context_method == "ulysses" or self.pipeline > 1):
+            other = "context_method=ulysses" if self.pipeline == 1 else f"pipeline={self.pipeline}"
+            raise ValueError(
+                f"parallel.context_slack={self.context_slack:g} gives context ranks unequal numbers of slots, and"
+                f" parallel.{other} needs equal ones: use parallel.context_slack=0"
+            )
         for name, least in {"tensor": 1, "context": 1, "pipeline": 1, "replicate": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"parallel.{name} must be at least {least}, got {getattr(self, name)}")
@@ -151,9 +168,27 @@ class ParallelConfig:
 
     @property
     def token_multiple(self) -> int:
-        """Number that must divide the slots of every pack: ranks get equal pieces, in a ring two each."""
-        pieces = 2 if self.context > 1 and self.context_method == "ring" else 1
-        return self.context * pieces * self.tensor
+        """Number that must divide the slots of every pack, of which ranks compute equal parts."""
+        return self.context * self.tensor
+
+    def resolved(self, shape: ModelShape, attention: str = "auto") -> ParallelConfig:
+        """The same settings, with ulysses in place of auto where the kernels of planned are not exact.
+
+        Args:
+            shape: shape of the decoder.
+            attention: `model.attention`, a backend that only ulysses calls.
+        """
+        limited = shape.window or shape.attention_cap or shape.architecture or attention != "auto"
+        return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
+
+    def placing(self, cost: CostModel, size: int) -> Placing | None:
+        """How context ranks place packs, for elements of `size` bytes; None with ulysses."""
+        if self.context_method == "ulysses" or cost.shape is None:
+            return None
+        prices = Prices.of(cost.shape, self.context, self.tensor, self.context_flops_per_byte, size)
+        if self.context_method == "planned":
+            prices = replace(prices, token=None)
+        return Placing(cost, self.context, prices, self.tensor, self.context_slack)
 
     def data_size(self, world_size: int) -> int:
         """Number of data-parallel ranks among `world_size` ranks, a multiple of the ranks of one model replica."""
@@ -256,7 +291,7 @@ class ParallelConfig:
 
     def _undivided(self, shape: ModelShape, world_size: int, resumed: bool) -> Iterator[str]:
         """Problems of axes that divide heads, matrices and the vocabulary of a model."""
-        tensor, context, ring = self.tensor, self.context, self.context_method == "ring"
+        tensor, context, method = self.tensor, self.context, self.resolved(shape).context_method
         divided = {name: getattr(shape, name) for name in ("kv_heads", "heads", "d_ff", "vocabulary_size")}
 
         def divides(ranks: int, name: str) -> bool:
@@ -275,20 +310,22 @@ class ParallelConfig:
                     f"parallel.tensor={tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
                 )
         near = self._nearest_ranks("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
-        if context > 1 and ring and shape.window:
-            fewer = f" parallel.context={near}" if near != context else ""
+        fewer = f" parallel.context={near}" if near != context else ""
+        if context > 1 and method == "planned" and (shape.window or shape.attention_cap):
+            name = "window" if shape.window else "attention_cap"
             yield (
-                "parallel.context_method=ring passes keys and values of whole documents, and"
-                f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses{fewer}"
+                "parallel.context_method=planned has its own attention kernels, without windows and soft caps, and"
+                f" this model has model.{name}={getattr(shape, name):g}: use parallel.context_method=ulysses{fewer}"
             )
-        if context > 1 and ring and shape.attention_cap:
+        if context > 1 and method == "planned" and shape.architecture:
             yield (
-                "parallel.context_method=ring has its own kernels, which compute no soft cap"
-                f" (model.attention_cap={shape.attention_cap:g}): use parallel.context_method=ulysses"
+                "parallel.context_method=planned has its own attention kernels, and model=hf:"
+                f"{shape.architecture} calls those of transformers: use parallel.context_method=ulysses{fewer}"
             )
-        if context > 1 and not ring and near != context:
+        if context > 1 and method == "ulysses" and near != context:
             beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
-            other = "" if shape.window else ", or parallel.context_method=ring"
+            limited = shape.window or shape.attention_cap or shape.architecture
+            other = "" if limited else ", or parallel.context_method=planned"
             yield (
                 f"parallel.context={context} (ulysses){beside} divides heads among {tensor * context} ranks, and"
                 f" model.heads={shape.heads} is no multiple of that: use parallel.context={near}{other}"
@@ -300,7 +337,7 @@ class ParallelConfig:
         if capacity % multiple:
             yield (
                 f"plan.capacity={capacity} must be a multiple of {multiple}, so that parallel.context={self.context}"
-                f" ({self.context_method}) and parallel.tensor={self.tensor} can divide its slots: use"
+                f" and parallel.tensor={self.tensor} can divide its slots: use"
                 f" plan.capacity={capacity // multiple * multiple or multiple}"
             )
         if self.stages > shape.layers:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from multipack.data.corpus_report import CorpusReport
     from multipack.planning.advice import Choice
     from multipack.planning.options import PlanOptions
+    from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.report import PlanReport
     from multipack.reports.audit import Audit
 
@@ -173,6 +174,22 @@ def _order_rows(report: PlanReport) -> Rows:
 def _count_row(name: str, count: int, meaning: str) -> Rows:
     """Return one row, or none for a count of 0."""
     return [(name, f"{count:,} {meaning}")] if count else []
+
+
+def context_table(methods: Sequence[ContextMeasure]) -> tuple[list[str], list[list[str]]]:
+    """Return names of columns, and rows of cells, that compare methods of context parallelism; → marks `auto`."""
+    columns = ["", "attention", "worst", "step", "worst", "sent, MiB a pack", "time"]
+    cells = [
+        [
+            f"{'→ ' if each.method == 'auto' else ''}{each.method}",
+            *(f"{value:.3f}" for value in (each.attention_mean, each.attention_max)),
+            *(f"{value:.3f}" for value in (each.step_mean, each.step_max)),
+            f"{each.payload / 2**20:,.1f}",
+            f"{each.time:.3f}",
+        ]
+        for each in methods
+    ]
+    return columns, cells
 
 
 def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:

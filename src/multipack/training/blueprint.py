@@ -24,6 +24,7 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.parallel.world import World
+from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze
@@ -83,6 +84,7 @@ def open_engine(
             from_main=weights is not None,
             saved=saved,
             dtypes=dtypes,
+            cost=CostModel.from_shape(shape),
         ),
         partial(build_optimizer, config=config.optimizer, whole=whole),
         mesh,

@@ -182,6 +182,7 @@ def device_settings(
         # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly.
         divides = config.plan.longest % parallel.token_multiple == 0
         fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget  # else mostly padding
+        fixed = fixed and not parallel.context_slack
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = next(filter(None, world.gather(compiler_problem(world.device))), "") if on_gpu else ""

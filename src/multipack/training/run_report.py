@@ -351,8 +351,8 @@ def _attention_backend(run: Trainer) -> str:
         return "multipack in transformers"
     if shape.attention_cap:
         return "explicit scores, with a soft cap"
-    if config.parallel.context > 1 and config.parallel.context_method == "ring":
-        return "ring"
+    if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
+        return "planned"
     sizes = shape.heads, shape.kv_heads, shape.head_width, shape.window or None
     dtype, compiled = DTYPES[config.train.dtype], config.train.compile == "true"
     return BACKENDS[

@@ -19,7 +19,7 @@ To add a backend, add a `Backend` to `BACKENDS` (table.py), in order of preferen
 - Import the package named in `needs` inside the function: the table itself imports nothing.
 - Compute tensors that depend only on a batch's bounds once for all layers, by `masks.once_a_batch`.
 
-Context parallelism by a ring merges partial results and needs kernels that return log-sum-exps: see ops/partial.py.
+Context parallelism by placement merges partial results and needs kernels that return log-sum-exps: see ops/partial.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,314 @@
+"""Attention over a pack whose documents a placement divides among ranks (planning/placement.py).
+
+    document of 12 tokens on 3 ranks      keys    0 1   2 3   4 5 6 7   8 9   10 11
+                                                 rank 0  1    rank 2     1     0
+    rank 0   queries 0 1                          ◣                                      ◣ each piece alone
+             queries 10 11                        ■     ■      ■         ■    ◣          ■ a rectangle without a mask
+    rank 1   queries 2 3                          ■     ◣
+             queries 8 9                          ■     ■      ■         ◣
+    rank 2   queries 4 5 6 7                      ■     ■      ◣
+
+A piece attends to itself, and to all tokens of its document before it. So a rank needs the document's keys and values
+up to the beginning of its last piece. Ranks exchange them in one all-to-all, whose sizes every rank knows from the
+placement, while they compute their own pieces; results merge by their log-sum-exp (ops/partial.py). Whole documents are
+in no message, and a pack of whole documents needs no all-to-all. The backward pass exchanges keys and values again, and
+returns their gradients to their owners. All ranks call the same collectives in the same order, so none waits for ever.
+
+A rank with s tokens to send and r to receive (counted once for each receiver) sends s · 2·K·D elements forward and
+(s + r) · 2·K·D backward, of K key heads of width D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multipack.ops.attention import check_heads
+from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
+from multipack.parallel.collectives import Group
+from multipack.planning.lengths import offsets_of
+from multipack.planning.placement import Placement
+
+PADDING = 128
+"""Slots of a piece of padding, which attends to itself: longer ones would cost more."""
+Wait = Callable[[], Any]
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], tuple[Tensor, Wait]]
+"""(rows sent, rows for each rank, rows from each rank) → the rows received, complete after a call of the function."""
+
+
+class Rectangle(NamedTuple):
+    """Own queries that all see the same keys.
+
+    Attributes:
+        queries: positions among the rank's tokens.
+        keys: positions among the keys that `Schedule.order` arranges.
+    """
+
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's work for one pack, computed on the host.
+
+    Attributes:
+        lengths: slots of each of the rank's pieces, in the order of documents and tokens, then those of padding.
+        tokens: (tokens of the rank,) int64 their places in the pack.
+        cu_seqlens: (pieces + 1,) int32 cumulative `lengths`, from 0.
+        sent: int64 own tokens whose keys are sent, by receiver.
+        sent_sizes, received_sizes: tokens for each rank, and from each rank.
+        kept: int64 own tokens of divided documents before the rank's last piece.
+        order: int64 places, among `kept` and then what is received, of the keys of each divided document in order.
+        rectangles: queries and the keys before them.
+        is_local: whether no rank sends anything.
+    """
+
+    lengths: tuple[int, ...]
+    tokens: Tensor
+    cu_seqlens: Tensor
+    sent: Tensor
+    sent_sizes: tuple[int, ...]
+    received_sizes: tuple[int, ...]
+    kept: Tensor
+    order: Tensor
+    rectangles: tuple[Rectangle, ...]
+    is_local: bool
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int, slots: int = 0) -> Schedule:
+        """The work of a rank.
+
+        Args:
+            placement: of the pack's documents.
+            rank: the rank.
+            slots: slots that the rank computes, with padding; 0 = those of its tokens.
+        """
+        own = np.flatnonzero(placement.rank == rank)
+        sizes = placement.sizes
+        place = dict(zip(own.tolist(), offsets_of(sizes[own])[:-1].tolist(), strict=True))
+        bounds = np.searchsorted(placement.document, np.arange(len(placement.lengths) + 1))
+        to = [list[int]() for _ in range(placement.ranks)]
+        source = [list[int]() for _ in range(placement.ranks)]
+        prefixes = list[list[int]]()
+        for document in np.unique(placement.document[own]).tolist():
+            pieces = range(bounds[document], bounds[document + 1])
+            if len(pieces) == 1:
+                continue
+            last = {int(placement.rank[piece]): piece for piece in pieces}  # pieces are in order
+            for piece in pieces:
+                owner = int(placement.rank[piece])
+                if owner == rank:
+                    for other, until in last.items():
+                        if other != rank and piece < until:
+                            to[other].append(piece)
+                elif piece < last[rank]:
+                    source[owner].append(piece)
+            prefixes.append([piece for piece in pieces if piece < last[rank]])
+        kept = [piece for prefix in prefixes for piece in prefix if piece in place]
+        arriving = [*kept, *(piece for pieces in source for piece in pieces)]
+        begins = dict(zip(arriving, offsets_of(sizes[arriving])[:-1].tolist(), strict=True))
+        rectangles, first = list[Rectangle](), 0
+        for prefix in prefixes:
+            stop = first
+            for piece in [*prefix, *(prefix[-1:] and [prefix[-1] + 1])]:  # and the rank's last piece
+                if piece in place and stop > first:
+                    rows = slice(place[piece], place[piece] + int(sizes[piece]))
+                    rectangles.append(Rectangle(rows, slice(first, stop)))
+                stop += int(sizes[piece]) if piece in begins else 0
+            first = stop
+        starts = offsets_of(placement.lengths)[placement.document] + placement.start
+        held = int(sizes[own].sum())
+        padding = max(slots - held, 0)
+        lengths = [*sizes[own].tolist(), *[PADDING] * (padding // PADDING), padding % PADDING]
+        lengths = [length for length in lengths if length]
+        return cls(
+            lengths=tuple(lengths),
+            tokens=_ranges([(int(starts[piece]), int(sizes[piece])) for piece in own]),
+            cu_seqlens=torch.from_numpy(offsets_of(np.array(lengths)).astype(np.int32)),
+            sent=_ranges([(place[piece], int(sizes[piece])) for pieces in to for piece in pieces]),
+            sent_sizes=tuple(int(sizes[pieces].sum()) for pieces in to),
+            received_sizes=tuple(int(sizes[pieces].sum()) for pieces in source),
+            kept=_ranges([(place[piece], int(sizes[piece])) for piece in kept]),
+            order=_ranges([(begins[piece], int(sizes[piece])) for prefix in prefixes for piece in prefix]),
+            rectangles=tuple(rectangles),
+            is_local=not placement.sent.any(),
+        )
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Schedule:
+        """The same schedule with changed tensors."""
+        tensors: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
+
+
+def _ranges(parts: Sequence[tuple[int, int]]) -> Tensor:
+    """int64 numbers of consecutive ranges, given as (start, size)."""
+    found = [np.arange(start, start + size) for start, size in parts]
+    return torch.from_numpy(np.concatenate(found) if found else np.empty(0, dtype=np.int64))
+
+
+def exchange_rows(
+    group: Group, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+) -> tuple[Tensor, Wait]:
+    """Exchange rows in a process group; see `Exchange`."""
+    received = sent.new_empty((sum(received_sizes), *sent.shape[1:]))
+    work = dist.all_to_all_single(
+        received, sent, list(received_sizes), list(sent_sizes), group=group, async_op=True
+    )
+
+    def wait() -> None:
+        work.wait()
+        del sent_until_then[:]
+
+    sent_until_then = [sent]
+    return received, wait
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    group: Group = None,
+    kernel: Kernel | None = None,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """Causal attention inside each document, of this rank's queries to the keys of all ranks, scaled by 1/√D.
+
+    Every rank of the group must call it and run it backward.
+
+    Args:
+        q: (S, H, D) queries of this rank's slots.
+        k: (S, K, D) keys of the same slots, where K divides H.
+        v: (S, K, D) values.
+        schedule: this rank's work for this pack; its tensors are on the device of q.
+        group: process group of the ranks.
+        kernel: attention kernel; None = `choose_kernel(q)`.
+        exchange: sends messages; None = `exchange_rows` in the group.
+
+    Returns:
+        (S, H, D) in q's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, or q does not have the slots of the schedule.
+    """
+    check_heads(q, k, v)
+    if len(q) != sum(schedule.lengths):
+        raise ValueError(f"this rank's share has {sum(schedule.lengths):,} slots, but q has {len(q):,}")
+    work = _Work(schedule, kernel or choose_kernel(q), exchange or partial(exchange_rows, group))
+    out: Tensor = _PlannedAttention.apply(q, k, v, work)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _PlannedAttention(torch.autograd.Function):
+    """`planned_attention` as an autograd function: the backward pass needs the merged result and communicates."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            merged, lse = work.forward(q, k, v)
+        out = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.work = work
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = ctx.work.backward(upstream, q, k, v, out, lse)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Forward and backward pass of a rank for one pack and layer."""
+
+    schedule: Schedule
+    kernel: Kernel
+    exchange: Exchange
+
+    @property
+    def documents(self) -> Bounds:
+        """The rank's pieces."""
+        return Bounds(self.schedule.lengths, self.schedule.cu_seqlens)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(S, H, D) results and (S, H) log-sum-exps over the keys of all ranks."""
+        earlier = self.earlier_keys(k, v)
+        out, lse = self.kernel.forward(q, k, v, self.documents)  # while messages are under way
+        pairs = earlier()
+        for rows, columns in self.schedule.rectangles:
+            key, value = pairs[columns].unbind(1)
+            merge(out[rows], lse[rows], *self.kernel.forward(q[rows], key, value, None))
+        return out, lse
+
+    def backward(
+        self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Gradients:
+        """Gradients of this rank's q, k and v from the queries of all ranks."""
+        schedule, earlier = self.schedule, self.earlier_keys(k, v)
+        dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
+        pairs = earlier()
+        gradients = torch.zeros_like(pairs, dtype=dk.dtype)
+        for rows, columns in schedule.rectangles:
+            key, value = pairs[columns].unbind(1)
+            more, *both = self.kernel.backward(
+                upstream[rows], q[rows], key, value, out[rows], lse[rows], None
+            )
+            dq[rows] += more
+            gradients[columns] += torch.stack(both, 1)
+        del pairs
+        arranged = torch.empty_like(gradients)
+        arranged[schedule.order] = gradients
+        count = len(schedule.kept)
+        self.add(dk, dv, schedule.kept, arranged[:count])
+        if not schedule.is_local:
+            returned, wait = self.exchange(
+                arranged[count:].to(k.dtype), schedule.received_sizes, schedule.sent_sizes
+            )
+            wait()
+            # One receiver after the other: each has a token once, so that sums do not depend on the order of threads.
+            sizes = list(schedule.sent_sizes)
+            for tokens, of_tokens in zip(
+                torch.split(schedule.sent, sizes), torch.split(returned, sizes), strict=True
+            ):
+                self.add(dk, dv, tokens, of_tokens)
+        return dq, dk, dv
+
+    def earlier_keys(self, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        """Start the exchange of keys and values.
+
+        Returns:
+            A function that waits for it and returns the (keys, 2, K, D) keys and values of `Schedule.order`.
+        """
+        schedule = self.schedule
+        kept = torch.stack((k[schedule.kept], v[schedule.kept]), 1)
+        if schedule.is_local:
+            return lambda: kept
+        sent = torch.stack((k[schedule.sent], v[schedule.sent]), 1)
+        received, wait = self.exchange(sent, schedule.sent_sizes, schedule.received_sizes)
+
+        def arranged() -> Tensor:
+            wait()
+            return torch.cat((kept, received))[schedule.order]
+
+        return arranged
+
+    @staticmethod
+    def add(dk: Tensor, dv: Tensor, tokens: Tensor, gradients: Tensor) -> None:
+        """Add (tokens, 2, K, D) gradients to those of these keys and values, in place; no token occurs twice."""
+        if len(tokens):
+            dk[tokens] += gradients[:, 0]
+            dv[tokens] += gradients[:, 1]

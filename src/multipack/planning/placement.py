@@ -1,0 +1,385 @@
+"""Placement of a pack's tokens on the ranks of context parallelism, by exact cost.
+
+    documents   AAAAAAAAAAAA BBBB CCC DDD EE       4 ranks of 6 slots
+
+    rank 0      A · · · · · · · · · · A  BBBB      the outermost tokens of A, and B whole
+    rank 1      · A A · · · · · · A A ·  EE        each rank's share of A costs the same a token
+    rank 2      · · · A A A A A A · · ·
+    rank 3                               CCC DDD   short documents stay whole, and are sent nowhere
+
+A query at position t (from 1) sees t keys. So tokens t and l + 1 − t of a document of l tokens cost together as much
+as any other such pair, and a share that is cut alike from head and tail costs in proportion to its tokens, whatever its
+size: a document can be poured over any ranks in any parts.
+
+`place` tries budgets for the load of a part, from the largest document's down to a quarter of a rank's mean. A document
+of l tokens and load c is divided into max(⌈l / slots⌉, ⌈c / budget⌉) equal parts; parts and whole documents are placed
+longest processing time first (Graham 1969) and exchanged between pairs of ranks (kernels/balancing.py); what fits
+nowhere whole is poured into the slots left. That always suffices: ranks · slots hold the pack, and any part can be cut.
+The result is the placement whose slowest rank takes least: its cost and the price of the keys that it sends or
+receives. The chunks of ring attention (`head_tail`) are among the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.planning.cost import CostModel
+from multipack.planning.kernels import balancing
+from multipack.planning.kernels.placing import spread, sums
+from multipack.planning.lengths import check_integer, check_integers, longest_first, offsets_of
+from multipack.shapes import ModelShape
+
+Integers = NDArray[np.int64]
+
+FLOPS_PER_BYTE = 1_333
+"""FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
+CLOSE = 500
+"""Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""
+PERCENTS = (130, 120, 110, 105, 102, 100, 75, 66, 50, 40, 33, 25)
+"""Budgets that are tried in addition, in percent of a rank's mean load."""
+_HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balancing.balance`
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What it costs a rank to send and receive, in the unit of `CostModel.cost`.
+
+    Attributes:
+        key: of a token's keys and values and, in the backward pass, keys, values and gradients again.
+        token: of each token of a rank if ranks exchange heads for tokens (Ulysses); None = they cannot.
+    """
+
+    key: int = 0
+    token: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        ranks: int,
+        tensor: int = 1,
+        flops_per_byte: float = FLOPS_PER_BYTE,
+        size: int = 2,
+    ) -> Prices:
+        """The prices for a decoder.
+
+        A unit of cost is 6·H·e FLOPs a layer (`CostModel`). A key and its value have 2·K·e elements, sent forward,
+        and in the backward pass again and as gradients. Ulysses sends (2·H + 2·K') · e elements of a token forward and
+        as many backward, with K' key heads after repetition.
+
+        Args:
+            shape: the decoder, of H query and K key heads.
+            ranks: context ranks.
+            tensor: ranks that divide the heads before.
+            flops_per_byte: FLOPs of a device while it sends a byte.
+            size: bytes of an element.
+        """
+        byte = flops_per_byte * size / (6 * shape.heads)
+        heads, key_heads = shape.heads // tensor, max(1, shape.kv_heads // tensor)
+        token = 4 * tensor * (heads + math.lcm(key_heads, ranks)) * byte * (ranks - 1) / ranks
+        return cls(round(6 * key_heads * tensor * byte), None if heads % ranks else round(token))
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Pieces of documents on ranks. Each token of each document is in exactly one piece.
+
+    Attributes:
+        lengths: (documents,) int64 tokens.
+        ranks: number of ranks.
+        document, rank, start, stop: (pieces,) int64, in the order of documents and, inside one, of tokens: the piece
+            holds tokens start … stop − 1 of the document.
+    """
+
+    lengths: Integers
+    ranks: int
+    document: Integers
+    rank: Integers
+    start: Integers
+    stop: Integers
+
+    @cached_property
+    def sizes(self) -> Integers:
+        """(pieces,) tokens of each piece."""
+        return self.stop - self.start
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """(ranks,) tokens of each rank."""
+        return sums(self.rank, self.sizes, self.ranks)
+
+    def costs(self, cost: CostModel, slots: int = 0) -> Integers:
+        """(ranks,) cost of each rank; see `loads`. Exact for models without sliding windows.
+
+        Args:
+            cost: the cost of documents.
+            slots: slots that every rank computes, filled or not; 0 = those of its tokens.
+        """
+        linear = np.full(self.ranks, slots) if slots else self.tokens
+        constants = sums(self.rank, (self.start == 0).astype(np.int64), self.ranks)
+        return linear * cost.linear + cost.quadratic * self.attention + cost.constant * constants
+
+    @cached_property
+    def attention(self) -> Integers:
+        """(ranks,) Σ 2·t over the positions t, counted from 1, of each rank's tokens."""
+        pairs = self.stop * (self.stop + 1) - self.start * (self.start + 1)
+        return sums(self.rank, pairs, self.ranks)
+
+    @cached_property
+    def _exchanged(self) -> tuple[Integers, Integers]:
+        """(ranks,) tokens whose keys a rank sends, counted for each receiver; and those that it receives."""
+        group = self.document * self.ranks + self.rank
+        order = np.lexsort((self.start, group))
+        last = np.flatnonzero(
+            np.diff(group[order], append=-1)
+        )  # the last piece of each document on each rank
+        first = np.append(0, last[:-1] + 1)
+        held = np.add.reduceat(self.sizes[order], first) - self.sizes[order][last]
+        asking = order[last]
+        received = sums(self.rank[asking], self.start[asking] - held, self.ranks)
+        # A piece is sent to each rank whose last piece of the document lies behind it.
+        stride = int(self.lengths.max(initial=0)) + 1
+        behind = np.sort(self.document[asking] * stride + self.start[asking])
+        ends = np.searchsorted(behind, (self.document + 1) * stride)
+        readers = ends - np.searchsorted(behind, self.document * stride + self.start, side="right")
+        own = np.empty_like(self.start)
+        own[order] = np.repeat(self.start[asking], np.diff(np.append(first, len(order))))
+        sent = sums(self.rank, self.sizes * (readers - (own > self.start)), self.ranks)
+        return sent, received
+
+    @property
+    def sent(self) -> Integers:
+        """(ranks,) tokens whose keys and values a rank sends, counted once for each receiver."""
+        return self._exchanged[0]
+
+    @property
+    def received(self) -> Integers:
+        """(ranks,) tokens whose keys and values a rank receives."""
+        return self._exchanged[1]
+
+    def slowest(self, cost: CostModel, prices: Prices, slots: int = 0) -> int:
+        """The largest cost of a rank with the price of what it sends or receives, whichever is more."""
+        return int((self.costs(cost, slots) + prices.key * np.maximum(self.sent, self.received)).max())
+
+
+def place(
+    lengths: ArrayLike,
+    cost: CostModel,
+    ranks: int,
+    slots: int,
+    prices: Prices | None = None,
+    padded: bool = True,
+) -> Placement:
+    """Place the documents of a pack on ranks: a pure function, alike on every rank.
+
+    Args:
+        lengths: (documents,) tokens of each document, in the order of the pack; may be empty.
+        cost: the cost of documents, of a model without sliding windows.
+        ranks: number of ranks.
+        slots: most tokens of a rank.
+        prices: what exchange costs; None = nothing.
+        padded: whether every rank computes all its slots; otherwise only its tokens count.
+
+    Raises:
+        ValueError: the documents have more tokens than all ranks have slots, or the model has sliding windows.
+    """
+    checked, prices = check_integers("lengths", lengths), prices or Prices()
+    ranks, slots = check_integer("ranks", ranks), check_integer("slots", slots, 0)
+    if cost.sliding:
+        raise ValueError(
+            f"a placement by cost needs full attention, and model.window={cost.window} limits it: use"
+            " parallel.context_method=ulysses"
+        )
+    if (total := int(checked.sum())) > ranks * slots:
+        raise ValueError(
+            f"{total:,} tokens do not fit into {ranks} ranks of {slots:,} slots: use at least {-(-total // ranks):,}"
+        )
+    rates = cost.quadratic * (checked + 1) + (0 if padded else cost.linear)  # of a token, on average
+    computed = slots if padded else 0
+    best, least, tried = None, -1, b""
+    for budget in _budgets(checked, rates, ranks):
+        limit = np.clip(budget // np.maximum(rates, 1), 1, max(slots, 1))
+        parts = np.minimum(-(-checked // limit), max(ranks, 1))
+        if parts.tobytes() == tried:
+            continue
+        found, tried = _placed(checked, rates, parts, ranks, slots), parts.tobytes()
+        reached = found.slowest(cost, prices, computed)
+        if best is None or _lower(reached, least):
+            best, least = found, reached
+        costs = found.costs(cost, computed)
+        if not _lower(int(costs.sum()) // ranks, int(costs.max())):
+            break  # balanced: smaller parts only send more
+    assert best is not None  # there is at least one budget
+    if padded and prices.key:
+        ring = head_tail(checked, ranks, slots)
+        return ring if _lower(ring.slowest(cost, prices, slots), least) else best
+    return best
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How a run places packs: the arguments of `choose` that all packs share.
+
+    Attributes:
+        cost: the cost of documents.
+        ranks: number of context ranks.
+        prices: what exchange costs.
+        multiple: number that divides the slots of every rank (tensor ranks).
+        slack: share of slots that a rank may have beyond equal parts; 0 = all ranks compute equally many.
+    """
+
+    cost: CostModel
+    ranks: int
+    prices: Prices
+    multiple: int = 1
+    slack: float = 0.0
+
+    def __call__(self, lengths: ArrayLike, slots: int) -> tuple[Placement | None, Integers]:
+        """Place a pack of this many slots, a multiple of `ranks` · `multiple`.
+
+        Returns:
+            The placement, None = Ulysses; and the (ranks,) slots that each rank computes.
+        """
+        even = slots // self.ranks
+        most = int(even * (1 + self.slack)) // self.multiple * self.multiple
+        found = choose(lengths, self.cost, self.ranks, most, self.prices, not self.slack)
+        if found is None or not self.slack:
+            return found, np.full(self.ranks, even)
+        return found, -(-np.maximum(found.tokens, 1) // self.multiple) * self.multiple
+
+
+def choose(
+    lengths: ArrayLike,
+    cost: CostModel,
+    ranks: int,
+    slots: int,
+    prices: Prices,
+    padded: bool = True,
+) -> Placement | None:
+    """`place`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
+    found = place(lengths, cost, ranks, slots, prices, padded)
+    if prices.token is None or not found.sent.any():
+        return found
+    computed, each = (slots, slots) if padded else (0, int(found.tokens.sum()) // ranks)
+    even = int(found.costs(cost, computed).sum()) // ranks + prices.token * each
+    return None if _lower(even, found.slowest(cost, prices, computed)) else found
+
+
+def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
+    """The placement of ring attention: a pack cut into 2 · ranks chunks, of which rank r holds chunks r and 2n − 1 − r.
+
+    It balances a document that fills the pack, and other packs by chance.
+    """
+    checked = check_integers("lengths", lengths)
+    ends = np.cumsum(checked)
+    edges = offsets_of(np.repeat([slots // 2, slots - slots // 2], ranks))
+    cuts = np.unique(np.concatenate([[0], ends, edges[edges < checked.sum()]]))
+    start, stop = cuts[:-1], cuts[1:]
+    document = np.searchsorted(ends, start, side="right")
+    chunk = np.searchsorted(edges, start, side="right") - 1
+    first = (ends - checked)[document]
+    return _joined(
+        checked, ranks, document, np.minimum(chunk, 2 * ranks - 1 - chunk), start - first, stop - first
+    )
+
+
+def _budgets(lengths: Integers, rates: Integers, ranks: int) -> Iterator[int]:
+    """Budgets for the load of a part, from that of the largest document down to a quarter of a rank's mean load."""
+    loads = lengths * rates
+    most, mean = int(loads.max(initial=1)), max(int(loads.sum()) // ranks, 1)
+    yield most
+    factor = 1.25 ** math.ceil(math.log(max(most / mean, 1), 1.25))
+    while factor > 1.3:
+        yield int(factor * mean)
+        factor /= 1.25
+    yield from (max(percent * mean // 100, 1) for percent in PERCENTS)
+
+
+def _lower(value: int, other: int) -> bool:
+    """Whether a cost is lower by more than what is not worth another division of documents."""
+    return value * (CLOSE + 1) < other * CLOSE
+
+
+def _placed(lengths: Integers, rates: Integers, parts: Integers, ranks: int, slots: int) -> Placement:
+    """The placement of documents that are divided into these numbers of equal parts."""
+    document = np.repeat(np.arange(len(lengths)), parts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    of = lengths[document]
+    widths = of * (number + 1) // parts[document] - of * number // parts[document]
+    order = longest_first(widths)  # as the kernels expect
+    document, widths = document[order], widths[order]
+    loads = widths * rates[document]
+    visit = np.lexsort((-widths, -loads))
+    rank = spread(widths, loads, visit, ranks, slots, len(widths) + 1)
+    if ranks > 1 and len(widths):
+        both = np.stack([loads, np.zeros_like(loads)])
+        attempts, most = _ATTEMPTS * ranks, len(widths) + 1
+        excess = int(loads.sum()) // ranks // 1000
+        balancing.balance(
+            rank,
+            widths,
+            both,
+            slots,
+            most,
+            ranks,
+            1,
+            half=_HALF,
+            attempts=attempts,
+            failures=_FAILURES,
+            excess=excess,
+        )
+    left, inside = rank < 0, rank >= 0
+    room = slots - sums(rank, widths, ranks)
+    poured, into, amounts = _poured(document[left], widths[left], room)
+    document, rank = np.append(document[inside], poured), np.append(rank[inside], into)
+    return _cut(lengths, ranks, document, rank, np.append(widths[inside], amounts))
+
+
+def _poured(document: Integers, widths: Integers, room: Integers) -> tuple[Integers, Integers, Integers]:
+    """Divide parts among ranks with room, which has to suffice, those with most first: (document, rank, tokens)."""
+    ranks = np.argsort(-room, kind="stable")
+    sources, sinks = np.cumsum(widths), np.cumsum(room[ranks])
+    total = int(widths.sum())
+    cuts = np.unique(np.concatenate([[0], sources, sinks[sinks < total]]))
+    start = cuts[:-1]
+    of, into = np.searchsorted(sources, start, side="right"), np.searchsorted(sinks, start, side="right")
+    return document[of], ranks[into], np.diff(cuts)
+
+
+def _cut(lengths: Integers, ranks: int, document: Integers, rank: Integers, widths: Integers) -> Placement:
+    """Cut the shares of ranks, at most one a document after addition, alike from the heads and tails of documents."""
+    shares, inverse = np.unique(document * ranks + rank, return_inverse=True)
+    width = sums(inverse, widths, len(shares))
+    document, rank = np.divmod(shares, ranks)
+    head = width // 2
+    ahead, behind = _before(document, head), _before(document, width - head)
+    end = lengths[document] - behind
+    starts = np.concatenate([ahead, end - (width - head)])
+    stops = np.concatenate([ahead + head, end])
+    return _joined(lengths, ranks, np.tile(document, 2), np.tile(rank, 2), starts, stops)
+
+
+def _before(document: Integers, values: Integers) -> Integers:
+    """Sums of the values before each one with the same document; documents are in rising order."""
+    total = np.cumsum(values) - values
+    first = np.searchsorted(document, document)
+    return total - total[first] if len(total) else total
+
+
+def _joined(
+    lengths: Integers, ranks: int, document: Integers, rank: Integers, start: Integers, stop: Integers
+) -> Placement:
+    """The placement of these pieces: empty ones left out, neighbors on one rank joined."""
+    order = np.lexsort((start, document))
+    order = order[(stop > start)[order]]
+    document, rank, start, stop = (each[order] for each in (document, rank, start, stop))
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (document[1:] != document[:-1]) | (rank[1:] != rank[:-1])
+    stop = stop[np.append(begins[1:], True)] if len(order) else stop
+    return Placement(lengths, ranks, document[begins], rank[begins], start[begins], stop)

@@ -1,0 +1,145 @@
+"""Methods of context parallelism compared on packs: how uneven ranks are, and what they send.
+
+A ring cuts every pack into chunks (`placement.head_tail`), which balances one document a pack. Ulysses balances every
+pack, and sends all tokens. A placement by cost (`placement.place`) sends only what divided documents need. *auto* takes
+for each pack the cheaper one of the last two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.planning.placement import Placement, Placing, choose, head_tail, place
+from multipack.shapes import ModelShape
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ContextMeasure:
+    """One method over packs. Costs are those of the slowest rank over the mean of all ranks.
+
+    Attributes:
+        method: ring, ulysses, planned or auto.
+        attention_mean, attention_max: cost of attention, mean and largest of the packs.
+        step_mean, step_max: cost of all operations.
+        time: cost of all operations and, at the prices, of what is sent, over the mean cost; mean of the packs.
+        sent, received: tokens whose keys and values the rank that sends most sends and receives for a pack; means.
+        exchanged: share of the packs that ranks exchange by Ulysses.
+        payload: bytes that the rank that sends most sends for a pack, over all layers, forward and backward; mean.
+    """
+
+    method: str
+    attention_mean: float
+    attention_max: float
+    step_mean: float
+    step_max: float
+    time: float
+    sent: float
+    received: float
+    exchanged: float
+    payload: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def measure_context(
+    packs: Iterable[Integers], placing: Placing, slots: int, shape: ModelShape, size: int = 2
+) -> list[ContextMeasure]:
+    """Measure each method that the model can use.
+
+    Args:
+        packs: lengths of the documents of each pack.
+        placing: the ranks, their cost model and prices.
+        slots: slots of a pack, a multiple of the ranks.
+        shape: the decoder.
+        size: bytes of an element.
+
+    Returns:
+        Measures of ring, ulysses, planned and auto; ulysses alone for models that planned cannot compute exactly.
+    """
+    cost, ranks, prices = placing.cost, placing.ranks, placing.prices
+    each, padded = slots // ranks, not placing.slack
+    most = int(each * (1 + placing.slack)) // placing.multiple * placing.multiple
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for lengths in packs:
+        placements: dict[str, Placement | None] = {"ulysses": None}
+        if not cost.sliding and not shape.attention_cap:
+            placements |= {
+                "ring": head_tail(lengths, ranks, each),
+                "planned": place(lengths, cost, ranks, most, prices, padded),
+                "auto": choose(lengths, cost, ranks, most, prices, padded),
+            }
+        for method, placement in placements.items():
+            if method == "ulysses" and prices.token is None:
+                continue
+            found.setdefault(method, []).append(_of_pack(placement, lengths, placing, each))
+    order = ("ring", "ulysses", "planned", "auto")
+    return [
+        _mean(method, np.array(found[method]), shape, placing, each, size)
+        for method in order
+        if method in found
+    ]
+
+
+def _of_pack(
+    placement: Placement | None, lengths: Integers, placing: Placing, each: int
+) -> tuple[float, ...]:
+    """(attention, step, time, sent, received, exchanged) of a pack; `placement` is None for Ulysses."""
+    cost, prices = placing.cost, placing.prices
+    computed = 0 if placing.slack else each
+    if placement is None:
+        mean = int(cost.cost(lengths).sum()) / placing.ranks if len(lengths) else 0
+        mean += cost.linear * (each - int(lengths.sum()) / placing.ranks) * (not placing.slack)
+        return 1.0, 1.0, (mean + (prices.token or 0) * each) / max(mean, 1), 0.0, 0.0, 1.0
+    attention, costs = placement.attention, placement.costs(cost, computed)
+    most = int(np.argmax(2 * placement.sent + placement.received))
+    return (
+        int(attention.max()) / max(attention.mean(), 1),
+        int(costs.max()) / max(costs.mean(), 1),
+        placement.slowest(cost, prices, computed) / max(costs.mean(), 1),
+        int(placement.sent[most]),
+        int(placement.received[most]),
+        0.0,
+    )
+
+
+def _mean(
+    method: str, rows: NDArray[np.float64], shape: ModelShape, placing: Placing, each: int, size: int
+) -> ContextMeasure:
+    """The measure of a method from the rows of `_of_pack`."""
+    attention, step, time, sent, received, exchanged = rows.T
+    payload = key_bytes(shape, placing.multiple, size) * (2 * sent + received)
+    payload += exchanged * each * token_bytes(shape, placing.ranks, placing.multiple, size)
+    return ContextMeasure(
+        method,
+        float(attention.mean()),
+        float(attention.max()),
+        float(step.mean()),
+        float(step.max()),
+        float(time.mean()),
+        float(sent.mean()),
+        float(received.mean()),
+        float(exchanged.mean()),
+        float(payload.mean()),
+    )
+
+
+def key_bytes(shape: ModelShape, tensor: int = 1, size: int = 2) -> int:
+    """Bytes of the keys and values of a token in all layers, on a tensor rank."""
+    return 2 * max(1, shape.kv_heads // tensor) * shape.head_width * shape.layers * size
+
+
+def token_bytes(shape: ModelShape, ranks: int, tensor: int = 1, size: int = 2) -> float:
+    """Bytes that a rank sends for each of its tokens with Ulysses, in all layers, forward and backward."""
+    heads, key_heads = shape.heads // tensor, max(1, shape.kv_heads // tensor)
+    elements = 4 * (heads + math.lcm(key_heads, ranks)) * shape.head_width * shape.layers
+    return elements * size * (ranks - 1) / ranks
