@@ -140,19 +140,7 @@ class Config:
             raise ValueError(
                 f"plan.effort={self.plan.effort} needs all documents at once: leave out data.stream"
             )
-        if parallel.context > 1 and parallel.context_method == "planned" and self.model.attention != "auto":
-            raise ValueError(
-                f"model.attention={self.model.attention}: parallel.context_method=planned has its own kernels; use"
-                " model.attention=auto, or parallel.context_method=ulysses"
-            )
-        if parallel.context_slack and (parallel.context_method == "ulysses" or train.fixed_shape == "true"):
-            other = (
-                "train.fixed_shape=true" if train.fixed_shape == "true" else "parallel.context_method=ulysses"
-            )
-            raise ValueError(
-                f"parallel.context_slack={parallel.context_slack:g} gives context ranks unequal numbers of slots, and"
-                f" {other} needs equal ones: use parallel.context_slack=0"
-            )
+        parallel.check_context(self.model.attention, train.fixed_shape)
         self._check_optimizer()
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
