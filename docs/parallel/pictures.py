@@ -267,17 +267,23 @@ def tensor(folder: Path) -> None:
 
 def context(folder: Path) -> None:
     """Which rank computes which part of the attention of a real pack."""
-    from multipack.parallel.ring import head_tail
+    from multipack.planning.cost import CostModel
+    from multipack.planning.placement import place
 
     plan, step = real_plan(capacity=1024)
-    packs = sorted(plan.packs(step), key=len)
-    lengths = np.sort(plan.slots[packs[len(packs) // 2]])[::-1]
+    pack = max(plan.packs(step), key=lambda numbers: int(plan.slots[numbers].max()))
+    lengths = np.sort(plan.slots[pack])[::-1]
     ends = np.cumsum([*lengths, 1024 - lengths.sum()]).astype(int)
+    placed = place(lengths, CostModel.from_shape(), RANKS, 1024 // RANKS)
+    starts = (ends[:-1] - lengths)[placed.document] + placed.start
+    pieces = [slice(*each) for each in zip(starts.tolist(), (starts + placed.sizes).tolist(), strict=True)]
     ways: dict[str, Callable[[int], Sequence[slice]]] = {
         "ulysses: every rank computes all of it\nfor a quarter of the heads": lambda rank: [
             slice(rank * 256, (rank + 1) * 256)
         ],
-        "ring: each rank computes the rows\nof its two chunks": lambda rank: head_tail(1024, rank, RANKS),
+        "planned: short documents whole on a rank,\nlong ones head and tail on several": lambda rank: [
+            piece for piece, owner in zip(pieces, placed.rank, strict=True) if owner == rank
+        ],
     }
     with picture("context.svg", folder, 1, 2, (9, 4.7)) as (pair,):
         for axes, (title, chunks) in zip(pair, ways.items(), strict=True):
