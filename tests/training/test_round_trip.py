@@ -108,3 +108,27 @@ def test_a_run_keeps_what_it_started_with(source, tmp_path):
     train(compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"]))
     export(tmp_path / "run", tmp_path / "out")
     check_same(source, tmp_path / "out")
+
+
+def test_the_language_model_of_a_model_with_images_is_exported_alone(tmp_path):
+    """Its tensors bit for bit, under the names of a language model."""
+    text = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 8, "patch_size": 4}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "tokenizer.json").write_text(byte_tokenizer().to_json())
+    export(tmp_path / "whole", tmp_path / "out")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(found).__name__ == "Gemma3ForCausalLM"
+    expected, own = whole.model.language_model.state_dict(), found.model.state_dict()
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], value) for name, value in expected.items())
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found(tokens).logits, whole(tokens).logits, rtol=1e-6, atol=1e-6)
+    export(tmp_path / "out", tmp_path / "again")
+    again, once = (tensors_of(tmp_path / name) for name in ("again", "out"))
+    assert again.keys() == once.keys()
+    assert all(torch.equal(again[name], value) for name, value in once.items())
