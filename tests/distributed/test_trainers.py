@@ -95,7 +95,8 @@ def case_trained(world, host, accumulation, lora):
 
 
 HOSTS = ["transformers", pytest.param("trl", marks=pytest.mark.slow)]
-ADAPTERS = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+LORA = pytest.param(True, marks=pytest.mark.slow)
+ADAPTERS = pytest.mark.parametrize("lora", [False, LORA], ids=["full", "lora"])
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -154,7 +155,7 @@ def case_resumed(world, host, accumulation, lora, folder):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
+@ADAPTERS
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same(
     pools, tmp_path, host, lora, accumulation, processes
