@@ -1,5 +1,6 @@
 """The code and the commands of README and docs/ work."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -94,3 +95,48 @@ def test_links_lead_somewhere():
         if not (page.parent / target).exists()
     ]
     assert not wrong, wrong
+
+
+def test_the_first_run_of_the_readme(tmp_path, monkeypatch, known_peak):
+    """Each command of the first screen, on small chats and a small model of transformers."""
+    from typer.testing import CliRunner
+
+    from multipack.cli import app
+
+    (block,) = re.findall(
+        r"<!-- tested: first run -->\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("chats", 24), ("held", 4), ("test", 4)):
+        turns = [[("user", f"Question {n}?"), ("assistant", f"Answer {n}.")] for n in range(count)]
+        chats = [{"messages": [{"role": role, "content": text} for role, text in turn]} for turn in turns]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+    def run(*words, said=""):
+        done = CliRunner().invoke(app, list(words), input=said, catch_exceptions=False)
+        assert done.exit_code == 0, words
+        return done.output
+
+    small = ["train.steps=2", "train.dtype=fp32", "train.sample_tokens=0"]
+    run(
+        "train",
+        "model=tiny",
+        "data=jsonl",
+        "data.path=chats.jsonl",
+        "tokenizer=byte",
+        *small,
+        "out=runs/base",
+    )
+    run("export", "runs/base", "models/llama")
+    shown = [run(*words, *(small if words[0] == "train" else []), said="Hello\n") for words in commands]
+    assert [words[0] for words in commands] == [
+        *("prepare", "plan", "train", "evaluate", "report", "export", "generate")
+    ]
+    for output, expected in zip(
+        shown, ("⟦Answer 0.<|im_end|>⟧", "multipack train", "runs/chat"), strict=False
+    ):
+        assert expected in output
+    assert "perplexity" in shown[3]
+    assert Path("chat.html").stat().st_size > 10_000
+    assert Path("exported/model.safetensors").is_file()

@@ -304,7 +304,7 @@ def test_the_summary_counts_documents_that_have_arrived(stream):
     assert corpus_notes(corpus) == [
         (
             "too long, training",
-            "30 documents longer than 4 tokens truncated (240 tokens); targets cut off in 30 of them",
+            "30 documents longer than 4 tokens truncated (240 tokens; targets cut off in 30)",
         ),
         ("skipped", "1 empty documents"),
     ]

@@ -87,7 +87,7 @@ def test_answers_that_are_cut_off_are_counted(prepared):
     records.append({"prompt": "p" * 30, "completion": "c"})
     found = load_corpus(prepared(records, overlong="truncate", validation=0.0), BYTES, limit=20)
     assert found.train_fit.cut_answers == 2
-    assert "targets cut off in 2 of them" in found.train_fit.describe()
+    assert "targets cut off in 2)" in found.train_fit.describe()
 
 
 def test_documents_are_shown_with_roles_ends_and_targets(prepared):

@@ -44,8 +44,20 @@ def test_impossible_requests_are_refused(documents, limit, fit, complaint):
 def test_policies_shorten_and_report(documents):
     longer = "2 documents longer than 8 tokens"
     for policy, first, lengths, expected, line in (
-        ("truncate", 0, [8, 4, 8], [2, 2, 5, 1, 2], f"{longer} truncated (5 tokens); 1 documents or pieces"),
-        ("truncate_left", 4, [8, 4, 8], [2, 2, 5, 0, 1], f"{longer} truncated at their beginning (5 tokens)"),
+        (
+            "truncate",
+            0,
+            [8, 4, 8],
+            [2, 2, 5, 1, 2],
+            f"{longer} truncated (5 tokens; targets cut off in 2); 1 documents or",
+        ),
+        (
+            "truncate_left",
+            4,
+            [8, 4, 8],
+            [2, 2, 5, 0, 1],
+            f"{longer} truncated at their beginning (5 tokens; targets",
+        ),
         ("drop", 12, [4], [2, 0, 21, 0, 0], f"{longer} dropped (21 tokens)"),
     ):
         fitted, report = documents.fit(8, policy)

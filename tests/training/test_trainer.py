@@ -70,7 +70,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
     for row in (
         "1 process on cpu",
         "attention loop",
-        "of the slots hold tokens, padded rows",
+        "filled (padded rows",
         "log.verbose=true prints more",
         "pad factor",
         str(out / "metrics.jsonl"),

@@ -125,9 +125,9 @@ class FitReport:
         found = []
         if self.documents:
             result = POLICIES[self.policy][1].format(pieces=self.pieces, tokens=self.tokens)
+            if self.cut_answers:
+                result = f"{result.removesuffix(')')}; targets cut off in {self.cut_answers:,})"
             found.append(f"{self.documents:,} documents longer than {self.limit:,} tokens {result}")
         if self.without_targets:
             found.append(f"{self.without_targets:,} documents or pieces without a target")
-        if self.cut_answers:
-            found.append(f"targets cut off in {self.cut_answers:,} of them")
         return "; ".join(found)

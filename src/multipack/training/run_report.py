@@ -37,6 +37,9 @@ from multipack.training.schedule import schedule_text
 from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
+DETAILS = ("train.dtype is", "train.compile is", "reference log-probabilities")
+"""Beginnings of notes that a brief header leaves out; its rows have the choices."""
+
 
 def print_header(run: Trainer, seconds: float) -> None:
     """Print what is trained, on which documents and where; building the run took `seconds`.
@@ -55,10 +58,11 @@ def print_header(run: Trainer, seconds: float) -> None:
     elif console.enabled:
         console.section("run", brief_rows(run, dict(rows), measured))
     for note in run.notes:
-        console.paragraph(f"note: {note}")
+        if run.config.log.verbose or not note.startswith(DETAILS):
+            console.paragraph(f"note: {note}")
     start = f"continuing after step {run.step}" if run.step else "starting"
     more = "" if run.config.log.verbose else "; log.verbose=true prints more"
-    console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
+    console.line(f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
@@ -78,12 +82,12 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
     """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
     config, corpus = run.config, run.corpus
-    plan = f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens a step"
+    plan = f"{config.plan.packs_per_step} packs of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
     held = f"; for validation {corpus.validation_files}" if corpus.validation_files else held
     if measured is not None:
         found, share = measured
-        plan += f": {found.efficiency:.1%} of the slots hold tokens, padded rows {share:.1%}"
+        plan += f": {found.efficiency:.1%} filled (padded rows: {share:.1%})"
         plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
     divided = rows["parallel"].removeprefix("none: ")
@@ -92,7 +96,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
         ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
         ("documents", f"{rows['corpus']}{held}"),
-        *corpus_notes(corpus),
+        *((name.replace(", training", ""), text) for name, text in corpus_notes(corpus)),
         ("plan", plan),
         ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
         ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
