@@ -101,7 +101,7 @@ def test_the_command_writes_the_picture(lengths, tmp_path, kind):
     if kind == "html":
         data = json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
         assert dict(data["rows"])["documents"] == "600"
-        assert data["command"].startswith("torchrun --nproc-per-node 4 -m multipack train")
+        assert data["command"].startswith("multipack launch -n 4 -- train")
     elif kind == "svg":
         assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
     else:
