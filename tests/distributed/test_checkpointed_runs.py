@@ -81,6 +81,9 @@ def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_
         for out in (whole, parts)
     )
     assert sorted(found["loss"]) == [1, 2, 3, 4, 5, 6]
+    spreads = {r["step"]: r["time_spread"] for r in RunDirectory(parts).records() if "time_spread" in r}
+    assert sorted(spreads) == [2, 4]  # of the step before, where data-parallel ranks have taken one
+    assert all(0 <= spread < 1 for spread in spreads.values())
     for step, loss in expected["loss"].items():
         assert found["loss"][step] == pytest.approx(loss, abs=1e-5), step
     assert found["val_loss_ema"][6] == pytest.approx(expected["val_loss_ema"][6], abs=1e-5)

@@ -141,6 +141,26 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(written, break_run, mess
     assert "\n" not in str(error)
 
 
+def test_a_run_that_was_killed_at_its_start_and_torn_files_are_shown(written, tmp_path):
+    path = written()
+    for name in ("metrics.jsonl", "samples.txt"):
+        (path / name).write_bytes((path / name).read_bytes()[:-5])
+    assert "the last line is incomplete" in _run("report", path).output
+    assert "59/60" in _run("watch", path, "--once").output
+    only = tmp_path / "only"
+    only.mkdir()
+    shutil.copy(path / "config.yaml", only)
+    assert "no step yet" in _run("watch", only, "--once").output
+    for command, message in (
+        ("report", "has no records"),
+        ("audit", "no step was taken"),
+        ("evaluate", "checkpoint"),
+    ):
+        error = str(_run(command, only).exception)
+        assert message in error
+        assert "\n" not in error
+
+
 def test_the_command_writes_what_the_name_ends_with(written, tmp_path):
     path = written()
     shown = _run("report", path).output

@@ -28,6 +28,7 @@ TIMED = {
     "tps_per_device",
     "mfu",
     "memory",
+    "time_spread",
 }
 """Metrics that differ between equal runs."""
 

@@ -42,6 +42,7 @@ CHARTS: list[tuple[str, str, bool, bool]] = [
     ("mfu", "model FLOPs over the devices' peak, %", False, True),
     ("padding", "padding: slots without a token", True, True),
     ("cost_spread", "planned imbalance: slowest rank over mean, minus 1", True, True),
+    ("time_spread", "measured imbalance: slowest rank's forward seconds over mean, minus 1", True, True),
     ("memory", "peak memory, GiB", False, True),
     ("target_tokens", "targets of a step", False, True),
 ]
@@ -204,6 +205,8 @@ def key_figures(found: RunData) -> Rows:
     if seconds:
         rows.append(("tokens trained", _large(tokens)))
         rows.append(("time in steps", duration(seconds)))
+    if spreads := steps.known("time_spread"):
+        rows.append(("measured imbalance of ranks, median", f"{100 * median(spreads):.1f} %"))
     if sizes := steps.known("memory"):
         rows.append(("peak memory", f"{max(sizes):.2f} GiB"))
     return rows

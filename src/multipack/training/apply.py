@@ -74,12 +74,15 @@ def may_read_later(engine: ModelEngine, callbacks: Iterable[Callback]) -> bool:
     return engine.world.device.type == "cuda" and on_device and engine.dtype != torch.float16 and not decides
 
 
-def sum_over_ranks(mesh: Mesh, data: StepData, result: StepResult, signal: int) -> Tensor:
+def sum_over_ranks(
+    mesh: Mesh, data: StepData, result: StepResult, signal: int, seconds: float = 0.0
+) -> Tensor:
     """Sums over ranks by one all-reduce, not read from the device.
 
     Returns:
-        (3 + packs,) float64: the step's loss, its slots, signals to stop, and for each pack of `data.packs` whether
-        its loss is not finite; losses that are not finite are left out of the sum.
+        (3 + data-parallel ranks + packs,) float64: the step's loss, its slots, signals to stop, the `seconds` of each
+        rank, and for each pack of `data.packs` whether its loss is not finite; losses that are not finite are left out
+        of the sum.
     """
     losses = result.values.double()
     finite = losses.isfinite()
@@ -88,7 +91,9 @@ def sum_over_ranks(mesh: Mesh, data: StepData, result: StepResult, signal: int) 
     loss = sum(losses.where(finite, 0.0).unbind(), losses.new_zeros(()))
     slots = sum(batch.num_slots for batch in data.micro_batches) if mesh.is_replica_leader else 0
     own = [loss, *(losses.new_full((), float(number)) for number in (slots, signal))]
-    total = torch.cat([torch.stack(own), broken.flatten()])
+    times = losses.new_zeros(mesh.data_size)
+    times[mesh.data_rank] = seconds if mesh.is_replica_leader else 0.0
+    total = torch.cat([torch.stack(own), times, broken.flatten()])
     if mesh.world.size > 1:
         dist.all_reduce(total)
     return total
@@ -125,6 +130,7 @@ class StepApplier:
     ending: str
     interrupted: bool
     _reads_later: bool
+    _forward_seconds: float
     _unread: Callable[[], None]
     _mark: Any
 
@@ -141,9 +147,7 @@ class StepApplier:
     def _apply(self, step: int, data: StepData, result: StepResult) -> None:
         """Read the numbers of a step, apply it unless they forbid it, and record it."""
         engine, callbacks = self.engine, self.callbacks
-        sums = self._checked(
-            step, data, sum_over_ranks(self.mesh, data, result, self.stop.signal or 0).tolist()
-        )
+        sums = self._checked(step, data, self._sum(data, result).tolist())
         middle = engine.clock.mark()
         metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
         norm, loss = engine.clip(self.config.optimizer.clip), sums[0] / (data.denominator or 1)
@@ -162,7 +166,7 @@ class StepApplier:
     def _apply_ahead(self, step: int, data: StepData, result: StepResult) -> None:
         """Apply a step without a wait for its numbers; read and record those of the step before it."""
         engine, rate = self.engine, self._rate(step)
-        sums = sum_over_ranks(self.mesh, data, result, self.stop.signal or 0)
+        sums = self._sum(data, result)
         middle = engine.clock.mark()
         reading = Reading(torch.cat([sums, engine.clip_on_device(self.config.optimizer.clip)[None]]))
         engine.step(rate)
@@ -185,21 +189,27 @@ class StepApplier:
         loss = sums[0] / (data.denominator or 1)
         self._record(step, data, result, marks, sums, {"loss": loss, "lr": rate, "grad_norm": norm})
 
+    def _sum(self, data: StepData, result: StepResult) -> Tensor:
+        """The sums of a step over ranks, with the forward seconds of the last step that this rank has recorded."""
+        return sum_over_ranks(self.mesh, data, result, self.stop.signal or 0, self._forward_seconds)
+
     def _rate(self, step: int) -> float:
         return self.lr_factor * learning_rate(step, self.steps, self.config.optimizer)
 
-    def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float]:
-        """Summed loss and slots of a step, from `sum_over_ranks`; a signal of any rank ends the run.
+    def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float, float]:
+        """Summed loss, slots and `time_spread` of a step, from its `_sum`; a signal of any rank ends the run.
 
         Raises:
             NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
         """
-        loss_sum, slots, signals, *flags = numbers
+        loss_sum, slots, signals, *rest = numbers
+        times, flags = rest[: self.mesh.data_size], rest[self.mesh.data_size :]
         if broken := broken_documents(data, flags):
             self.diverged(f"the loss of step {step} is not finite; {self._undone}", broken)
         if signals:
             self._interrupt()
-        return loss_sum, slots
+        spread = max(times) / (sum(times) / len(times)) - 1.0 if all(times) else math.nan
+        return loss_sum, slots, spread
 
     @property
     def _undone(self) -> str:
@@ -226,7 +236,7 @@ class StepApplier:
         data: StepData,
         result: StepResult,
         marks: Marks,
-        sums: tuple[float, float],
+        sums: tuple[float, float, float],
         metrics: dict[str, float],
     ) -> None:
         """Write the record of a step; `marks` are the clock's, after its backward passes and at its end."""
@@ -243,6 +253,9 @@ class StepApplier:
             **metrics,
         }
         record = {name: values[name] for name in LEGEND if name in values} | metrics
+        self._forward_seconds = result.forward_seconds
+        if self.mesh.data_size > 1 and math.isfinite(sums[2]):
+            record["time_spread"] = sums[2]
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
             record["dt_predicted"] = data.predicted_seconds
         if self.files.log is not None and self.config.log.documents:

@@ -38,13 +38,18 @@ LEGEND: dict[str, str] = {
 
 FORMATS: dict[str, str] = {
     **dict.fromkeys(("step", "target_tokens", "tps", "tps_per_device"), ".0f"),
-    **dict.fromkeys(("lr", "cost_spread"), ".3g"),
+    **dict.fromkeys(("lr", "cost_spread", "time_spread"), ".3g"),
     **dict.fromkeys(("sps", "sps_per_device", "mfu", "memory"), ".2f"),
 }
 """Metric → its format in log lines; others have four decimals."""
 
 PREDICTED = "seconds that the plan's measured cost predicts for dtf + dtb"
 """Meaning of `dt_predicted`, a metric of runs with a measured cost."""
+
+SPREAD = (
+    "measured forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before"
+)
+"""Meaning of `time_spread`, a metric of runs on several data-parallel ranks."""
 
 SKIPPED = "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient"
 """Meaning of `skipped`."""

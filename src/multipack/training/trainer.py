@@ -164,6 +164,7 @@ class Trainer(StepApplier):
         world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt, self.console.enabled)
         self._unread: Callable[[], None] = lambda: None
+        self._forward_seconds = 0.0
         self._reads_later = not self.objective.legend and may_read_later(self.engine, self.callbacks)
         self._mark: Any = self.engine.clock.mark()  # when the last step, evaluation or checkpoint ended
 
