@@ -62,7 +62,8 @@ def test_what_people_see(config, text_file, tmp_path):
     data = config(source="jsonl", path=text_file("\n".join(lines), "c.jsonl"), dedup=True)
     report = CorpusReport(prepare(data, BYTE, tmp_path / "out"))
     rows = dict(store_rows(tmp_path / "out", report))
-    assert (rows["documents"], rows["left out"]) == ("2", "14 duplicates")
+    assert rows["documents"] == "2"
+    assert rows["left out"].startswith("14 duplicates: c.jsonl:2, 3, ")
     assert rows["longest"] == "606 tokens: c.jsonl:8"
     assert rows["targets"] == "608 (99.3% of the tokens)"
     assert rows["too long"] == "for packs of 512: 50.00% of the documents, by 15.36% of the tokens"

@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import texts as room
+from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
+from multipack.data.prepare import prepare
 from multipack.data.sources import Source, open_dataset
 from multipack.data.stdlib import library_files, parse_file
+from multipack.data.store import TokenStore
 from multipack.data.texts import divided, separated, stretches
+from multipack.data.tokenizer import TokenizerConfig
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
@@ -418,3 +422,37 @@ def test_tests_and_packages_are_left_out_and_broken_files_are_counted(tmp_path, 
     for _ in range(2):
         assert len(list(source)) == 6
         assert source.skipped == {"files that do not parse": 2}
+
+
+BROKEN = {3: '{"prompt": "a"', 5: '{"prompt": 1, "completion": "b"}', 9: "[1]", 11: '{"completion": "b"}'}
+
+
+def test_broken_records_are_all_named_or_left_out(config, text_file):
+    lines = [json.dumps({"prompt": f"Q{n}", "completion": "" if n == 7 else "yes"}) for n in range(1, 13)]
+    path = text_file("\n".join(BROKEN.get(n, line) for n, line in enumerate(lines, 1)), "chats.jsonl")
+    with pytest.raises(ValueError, match=r"line 3: not JSON") as caught:
+        list(Source(config(source="jsonl", path=path)))
+    assert "4 broken lines: chats.jsonl:3, 5, 9, 11; data.broken=skip leaves them out" in str(caught.value)
+    store = TokenStore(prepare(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte")))
+    assert (store.num_documents, store.skipped) == (7, {"broken lines": 4, "empty completions": 1})
+    corpus = load_corpus(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte"), limit=99)
+    assert corpus.skipped == ["4 broken lines: chats.jsonl:3, 5, 9, 11", "1 empty completions: chats.jsonl:7"]
+    with pytest.raises(ValueError, match="not JSON"):  # the store of `skip` is not that of `error`
+        prepare(config(source="jsonl", path=path), TokenizerConfig("byte"))
+
+
+def test_many_broken_records_are_abbreviated(config, text_file):
+    good = json.dumps({"text": "a"})
+    path = text_file("\n".join([good, *["{"] * 50, good]), "many.jsonl")
+    with pytest.raises(
+        ValueError, match=r"20 \(or more\) broken lines: many.jsonl:2, 3, .* 21; data.broken=skip"
+    ):
+        list(Source(config(source="jsonl", path=path)))
+    corpus = load_corpus(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte"), limit=99)
+    assert corpus.skipped[0].endswith("20, 21 and 30 more")
+    only = text_file("\n".join(['{"question": 1}'] * 30), "only.jsonl")
+    with pytest.raises(ValueError, match="line 1: neither `text` nor") as caught:
+        list(Source(config(source="jsonl", path=only)))
+    assert "data.broken" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"30 broken lines: .* and 10 more; the first: .*neither `text` nor"):
+        prepare(config(source="jsonl", path=only, broken="skip"), TokenizerConfig("byte"))

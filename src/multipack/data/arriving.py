@@ -33,7 +33,7 @@ from multipack.data.records import RecordReader, without_nulls
 from multipack.data.shards import HEADER, StoreHeader, find_shards
 from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
-from multipack.data.texts import SourceDocument
+from multipack.data.texts import BrokenRecord, SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from multipack.data.writer import ShardBuilder
 from multipack.planning.lengths import check_integer
@@ -344,7 +344,14 @@ class StreamedRecords(Arriving):
         skipped, documents = Counter[str](), list[SourceDocument]()
         for number, record in enumerate(records, before + 1):
             name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
-            for found in self._reader.documents(record, name, where):
+            try:
+                entries = self._reader.documents(record, name, where)
+            except BrokenRecord as error:
+                if self._data.broken == "error":
+                    raise ValueError(f"{error}; data.broken=skip leaves such rows out") from error
+                skipped["broken rows"] += 1
+                continue
+            for found in entries:
                 if isinstance(found, SourceDocument):
                     documents.append(found)
                 else:

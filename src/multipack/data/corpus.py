@@ -24,6 +24,7 @@ from multipack.data.mixture import Share, mix
 from multipack.data.overlong import FitReport
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
+from multipack.data.skipped import skipped_lines
 from multipack.data.sources import Source, open_dataset
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
@@ -41,7 +42,7 @@ class Corpus:
         corpus_hash: identifies the content of the documents before they are split and fitted.
         description: one line for people.
         train_fit, validation_fit: what was done to documents that were too long.
-        skipped: reason → number of entries that the source left out.
+        skipped: a line for each reason for which the source left out entries, with their number and the first names.
         prompts: a few short beginnings, from validation if there is any, for samples.
         store_path: folder of the token store; of a mixture, of the first one.
         mixture: share of each source of a mixture.
@@ -59,7 +60,7 @@ class Corpus:
     description: str
     train_fit: FitReport
     validation_fit: FitReport
-    skipped: dict[str, int]
+    skipped: list[str]
     prompts: tuple[str, ...]
     store_path: Path
     mixture: tuple[Share, ...] = ()
@@ -126,6 +127,7 @@ def load_corpus(
         sources=held.sources,
         validation_files=held.description,
         prompts=held.prompts,
+        skipped=[*corpus.skipped, *(f"for validation {line}" for line in held.skipped)],
     )
 
 
@@ -158,7 +160,7 @@ def load_sets(
         description="; ".join(store.description for store in stores),
         train_fit=FitReport(limit, "error"),
         validation_fit=reduce(add, fits),
-        skipped=documents.store.skipped,
+        skipped=skipped_lines(documents.store.skipped, documents.store.places),
         prompts=_prompts(documents, stores[0].tokenizer, limit),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
@@ -256,7 +258,7 @@ def _load_stored(
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, validation_fits),
-        skipped=store.skipped,
+        skipped=skipped_lines(store.skipped, store.places),
         prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
         store_path=stores[0].path,
         mixture=shares,
@@ -352,7 +354,7 @@ def _load_stream(
         description=f"{arriving.name}, documents as they arrive",
         train_fit=arriving.report,
         validation_fit=arriving.validation_fit,
-        skipped=arriving.skipped,
+        skipped=skipped_lines(arriving.skipped, {}),
         prompts=_prompts(validation, arriving.tokenizer, limit),
         store_path=arriving.validation.store.path,
         arriving=arriving,

@@ -48,6 +48,7 @@ class CorpusReport:
         mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
         skipped: reason → number of entries left out, duplicates included.
         warnings: sentences on records that are trained otherwise than they seem to be.
+        places: reason → names of the first of them.
         histogram: documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest.
         excess: longer documents, for common capacities below the longest one.
         pairs: whether the documents are preference pairs.
@@ -76,6 +77,7 @@ class CorpusReport:
         self.mean, self.median = float(lengths.mean()), float(np.median(lengths))
         self.p99, self.longest = float(np.percentile(lengths, 99)), int(lengths[longest])
         self.longest_name = documents.names(longest)
+        self.places = store.places
         self.skipped, self.duplicates = store.skipped, store.skipped.get("duplicates", 0)
         self.warnings = store.warnings
         power = np.frexp(lengths)[1] - 1  # exact: 2**power <= length < 2**(power + 1)

@@ -81,6 +81,8 @@ class DataConfig:
     """Special tokens in the template of a Jinja file; those of built-in templates and of tokenizers are known."""
     train_on_prompt: bool = False
     """Make the tokens of prompts (in chats: of all roles) targets too."""
+    broken: Literal["error", "skip"] = "error"
+    """Records that cannot be read: refuse their file and name them, or leave them out, counted and named."""
     dedup: bool = False
     """Leave out documents with the text of an earlier one."""
     paths: list[str] = field(default_factory=list)
@@ -268,7 +270,7 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
     (
-        "format fields weight_field alpaca_prompt drop_system as_chat chat_template special_tokens",
+        "broken format fields weight_field alpaca_prompt drop_system as_chat chat_template special_tokens",
         RECORDS,
         _OUT,
     ),

@@ -24,6 +24,7 @@ from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, StoreHeader
+from multipack.data.skipped import skipped_lines
 from multipack.data.sources import Source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
@@ -197,12 +198,14 @@ def _write_part(
                 writer.end_shard()
             progress(source.done, source.total, f"{source.unit} tokenized")
         kept = writer.num_documents // (2 if source.records.pairs else 1)
-        writer.skipped, writer.notes = dict(source.skipped), source.reader.notes
+        writer.skipped, writer.places = dict(source.skipped), source.places
+        writer.notes = source.reader.notes
         if read > kept and not source.is_stream:
             writer.skipped["documents without tokens"] = read - kept
         if not kept and parts == 1:
             data = source.config
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in writer.skipped.items())
+            reasons = ", ".join(skipped_lines(writer.skipped, writer.places))
+            reasons += f"; the first: {source.fault}" if source.fault else ""
             where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
             raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
 
@@ -242,7 +245,7 @@ def items_of(source: Source) -> Iterator[Item]:
             content = [(document.parts, document.takes_end) for document in own]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
             if digest in seen:
-                source.skipped["duplicates"] += 1
+                source.skip("duplicates", item[0].name)
                 continue
             seen.add(digest)
         yield item

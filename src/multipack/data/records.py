@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 
 from multipack.data.alpaca import alpaca_prompt
 from multipack.data.data_config import DataConfig
-from multipack.data.texts import Message, SourceDocument, TextPart
+from multipack.data.texts import BrokenRecord, Message, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
 ALPACA_FIELDS = ("instruction", "input", "output")
@@ -125,13 +125,21 @@ class RecordReader:
         return [name for name in names if name in wanted]
 
     def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | list[str]:
-        """The documents of a record (of two answers two), or the reason why it has none; `where` names it."""
+        """The documents of a record (of two answers two), or the reason why it has none; `where` names it.
+
+        Raises:
+            BrokenRecord: the record has no document, by a fault of its own.
+            ValueError: a setting does not suit the first record.
+        """
         try:
             if self.form is None:
                 self._begin(record)
+        except ValueError as error:
+            raise type(error)(f"{where}: {error}") from error
+        try:
             return self._documents(record, name)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise BrokenRecord(f"{where}: {error}") from error
 
     def _begin(self, record: dict[str, Any]) -> None:
         """Take form and fields from the configuration, or else the first of `FORMS` that the record has."""
@@ -146,7 +154,7 @@ class RecordReader:
             if form == "auto" and not isinstance(record.get("label"), bool):
                 found = [entry for entry in found if entry[0] != "label"]
             if not found and form == "auto":
-                raise ValueError(
+                raise BrokenRecord(
                     "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
                     f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
                 )

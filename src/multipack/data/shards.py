@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from multipack.atomic import read_file, write_atomically
+from multipack.data.skipped import Places, checked_places
 from multipack.planning.lengths import check_integer
 
 Integers = NDArray[np.int64]
@@ -68,6 +69,7 @@ class Shard:
         file: the file; None = in memory.
         bytes: size of the file.
         label: begins the names of the documents.
+        places: reason → names of the first entries that were skipped.
     """
 
     offsets: Integers
@@ -84,6 +86,7 @@ class Shard:
     file: Path | None = None
     bytes: int = 0
     label: str = ""
+    places: Places = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -187,6 +190,7 @@ def write_shard(path: Path, shard: Shard) -> None:
         "read": read,
         "skipped": shard.skipped,
         "notes": shard.notes,
+        "places": shard.places,
     }
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     data = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
@@ -216,6 +220,7 @@ def open_shard(path: Path, label: str = "") -> Shard:
             read=check_integer("read", about["read"], 0),
             skipped=_counts(about["skipped"]),
             notes={str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in noted.items()},
+            places=checked_places(about.get("places", {})),
             file=path,
             bytes=begin + len(data),
             label=label,

@@ -7,7 +7,7 @@
     data.source=huggingface  data.path=NAME|FOLDER  rows of a Hugging Face data set      (extra `huggingface`)
 
 PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader yields the
-documents of one open file and, in place of an entry that is skipped, the reason as text.
+documents of one open file and, in place of an entry that is left out, a `Skip`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import platform
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,11 +29,20 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from multipack.data import stdlib
 from multipack.data.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.records import RecordReader, without_nulls
-from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
+from multipack.data.skipped import MOST_PLACES, Places, add_places, grouped
+from multipack.data.texts import BrokenRecord, SourceDocument, TextPart, divided, find_files, json_records
 from multipack.machine import import_extra
 
-Found = SourceDocument | str
-"""A document, or the reason why an entry is skipped."""
+
+class Skip(NamedTuple):
+    """An entry that is left out: the reason, its name, and if it is broken the message that says how."""
+
+    reason: str
+    name: str
+    fault: str = ""
+
+
+Found = SourceDocument | Skip
 
 
 class SourceFile(NamedTuple):
@@ -64,6 +73,8 @@ class Source:
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         skipped: reason → number of entries that the last iteration skipped.
+        places: reason → names of the first of them.
+        fault: what is wrong with the first broken entry of the last iteration; empty = none was broken.
 
     Raises:
         ValueError: a setting is wrong, there is no file at `config.path`, or the documents are already tokenized.
@@ -81,7 +92,7 @@ class Source:
         self.dataset: Any = None
         self.name, self.unit, self.total = config.path, "bytes", 0
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
-        self.skipped = Counter[str]()
+        self.skipped, self.places, self.fault = Counter[str](), Places(), ""
         self._ignored, self._done = 0, 0
         self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
@@ -134,15 +145,51 @@ class Source:
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
     def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped, self._done, self._open_file = Counter(), 0, None
+        self.skipped, self.places, self.fault = Counter(), {}, ""
+        self._done, self._open_file = 0, None
         self.reader.restart()
         if self._ignored:
             self.skipped["files of other kinds"] = self._ignored
         for found in self._read_files() if self.dataset is None else self._read_rows():
-            if isinstance(found, str):
-                self.skipped[found] += 1
-            else:
+            if isinstance(found, SourceDocument):
                 yield found
+            else:
+                self.skip(found.reason, found.name)
+                self.fault = self.fault or found.fault
+
+    def skip(self, reason: str, name: str) -> None:
+        """Count and name an entry that is left out."""
+        self.skipped[reason] += 1
+        add_places(self.places, reason, [name])
+
+    def _checked(self, entries: Iterable[Found]) -> Iterator[Found]:
+        """The entries of a file; with `data.broken=error` a ValueError names those that are broken."""
+        broken = list[Skip]()
+        for entry in entries:
+            if isinstance(entry, Skip) and entry.fault and self.config.broken == "error":
+                broken.append(entry)
+                if len(broken) == MOST_PLACES:
+                    break
+            elif not broken:
+                yield entry
+        if not broken:
+            return
+        message, many = broken[0].fault, len(broken) > 1
+        if many:
+            more = " (or more)" if len(broken) == MOST_PLACES else ""
+            message += f"; {len(broken)}{more} {broken[0].reason}: {grouped(entry.name for entry in broken)}"
+        if self.reader.form is not None:  # else no record is as the settings say
+            message += f"; data.broken=skip leaves {'them' if many else 'it'} out"
+        raise ValueError(message)
+
+    def documents(self, record: dict[str, Any], name: str, where: str, unit: str) -> Iterator[Found]:
+        """The documents of a record (a line or a row, its `unit`)."""
+        try:
+            found = self.reader.documents(record, name, where)
+        except BrokenRecord as error:
+            yield Skip(f"broken {unit}", name, str(error))
+            return
+        yield from (each if isinstance(each, SourceDocument) else Skip(each, name) for each in found)
 
     def _read_files(self) -> Iterator[Found]:
         """The documents of each file; it is closed before the next one is opened."""
@@ -158,7 +205,7 @@ class Source:
                 is_gzip = file.path.name.lower().endswith(".gz")
                 content = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
                 try:
-                    yield from read(self, file, content)
+                    yield from self._checked(read(self, file, content))
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{file.path} is not UTF-8 text: {error}") from error
                 except (EOFError, OSError, zlib.error) as error:
@@ -169,11 +216,14 @@ class Source:
 
     def _read_rows(self) -> Iterator[Found]:
         """Rows of a Hugging Face data set; only the required columns are read."""
+        yield from self._checked(self._rows())
+
+    def _rows(self) -> Iterator[Found]:
         rows = self.dataset.select_columns(self.reader.columns(self.dataset.column_names))
         for number, record in enumerate(rows, 1):
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
-            yield from self.reader.documents(without_nulls(dict(record)), name, where)
+            yield from self.documents(without_nulls(dict(record)), name, where, "rows")
 
     @property
     def records(self) -> RecordReader:
@@ -194,6 +244,8 @@ class Source:
             parts += [each for each in (records.label, config.weight_field) if each]
             parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
             parts += ["drop_system"] if config.drop_system else []
+            # A store of `skip` is none of `error`.
+            parts += ["broken skip"] if config.broken == "skip" else []
         if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:
@@ -228,7 +280,7 @@ def read_stdlib(source: Source, file: SourceFile, content: BinaryIO) -> Iterator
     """Documented functions of the standard library; files that this Python cannot parse are skipped."""
     pairs = stdlib.parse_file(file.path)
     if pairs is None:
-        yield "files that do not parse"
+        yield Skip("files that do not parse", file.name)
     for name, prompt, completion in pairs or ():
         yield SourceDocument(f"{file.name}:{name}", (TextPart(prompt, False), TextPart(completion, True)))
 
@@ -241,18 +293,21 @@ def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[F
         if piece.strip() or source.is_stream:
             yield SourceDocument(name, (TextPart(piece, True),), ended)
         else:
-            yield "empty documents"
+            yield Skip("empty documents", name)
     if not ended:
-        yield "empty files"
+        yield Skip("empty files", file.name)
 
 
 def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """One JSON object per line; a `.json` file may hold a list of objects instead."""
     for number, where, record in json_records(content, file.path):
+        name = f"{file.name}:{number}"
         if record is None:
-            yield "blank lines"
+            yield Skip("blank lines", name)
+        elif isinstance(record, BrokenRecord):
+            yield Skip("broken lines", name, str(record))
         else:
-            yield from source.reader.documents(record, f"{file.name}:{number}", where)
+            yield from source.documents(record, name, where, "lines")
 
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
@@ -268,7 +323,7 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
             for record in batch.to_pylist():
                 number += 1
                 name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
-                yield from source.reader.documents(without_nulls(record), name, where)
+                yield from source.documents(without_nulls(record), name, where, "rows")
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file.path}, after row {number}: not a complete Parquet file: {error}") from error
 

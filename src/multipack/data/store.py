@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.shards import TOKENIZER, Integers, Notes, Shard, StoreHeader, chain, damaged, find_shards
+from multipack.data.skipped import Places, add_places
 from multipack.data.tokenizer import Progress, Tokenizer, silent
 
 _COMPUTED = ("lengths", "weights", "tokenizer")
@@ -56,6 +57,7 @@ class TokenStore:
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
         warnings: sentences on records that are trained otherwise than they seem to be.
+        places: reason → names of the first of them.
         description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
             memory the bytes of its files. Reads for planning and by `verify` are not counted.
@@ -79,7 +81,10 @@ class TokenStore:
         self.shards = list(find_shards(self.folder, range(self.header.parts)) if shards is None else shards)
         lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
         self.is_complete = len(lasts) == self.header.parts
-        self.skipped = dict(sum(map(Counter, lasts), Counter()))
+        self.skipped, self.places = dict(sum(map(Counter, lasts), Counter())), Places()
+        for shard in self.shards:
+            for reason, names in shard.places.items():
+                add_places(self.places, reason, [shard.label + name for name in names])
         if shards is None and not (growing or self.is_complete):
             raise ValueError(
                 f"{self.folder} is not a complete token store ({len(self.shards):,} shards are there, and the last one"

@@ -19,6 +19,10 @@ WORD_END = re.compile(r"(?s).*[^\W_](?=\s)")
 """Matches up to the last letter or digit that white space follows."""
 
 
+class BrokenRecord(ValueError):
+    """A record that cannot become a document; the message names its place and the fault."""
+
+
 Message = dict[str, Any]
 """`role`, `content` (text), and other entries that a template may read: `tool_calls`, `tool_call_id`, `name`, …"""
 
@@ -147,29 +151,42 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
-    """Records of a file: number, place for messages, and the object (None = a blank line)."""
+def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | BrokenRecord | None]]:
+    """Records of a file: number, place for messages, and the object, its fault, or None for a blank line.
+
+    Raises:
+        ValueError: a file that is one list is not JSON.
+    """
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
         for number, record in enumerate(_parse(content.read(), str(path)), 1):
             where = f"{path}, record {number}"
-            yield number, where, _object(record, where)
+            try:
+                yield number, where, _object(record, where)
+            except BrokenRecord as error:
+                yield number, where, error
         return
     for number, line in enumerate(content, 1):
         where = f"{path}, line {number}"
-        yield number, where, _object(_parse(line, where), where) if line.strip() else None
+        if not line.strip():
+            yield number, where, None
+            continue
+        try:
+            yield number, where, _object(_parse(line, where), where)
+        except BrokenRecord as error:
+            yield number, where, error
 
 
 def _parse(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise BrokenRecord(f"{where}: not JSON: {error}") from error
 
 
 def _object(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise ValueError(
+        raise BrokenRecord(
             f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
         )
     return record

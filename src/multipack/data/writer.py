@@ -30,6 +30,7 @@ from multipack.data.shards import (
     shard_name,
     write_shard,
 )
+from multipack.data.skipped import Places
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
@@ -112,8 +113,13 @@ class ShardBuilder:
                     each.append(([tokenizer.end_id], True))
                 self.add(document.name, each, document.weight)
 
-    def build(self, skipped: dict[str, int] | None = None, notes: Notes | None = None) -> Shard:
-        """The documents as a shard; see `Shard` for `skipped` and `notes`.
+    def build(
+        self,
+        skipped: dict[str, int] | None = None,
+        notes: Notes | None = None,
+        places: Places | None = None,
+    ) -> Shard:
+        """The documents as a shard; see `Shard` for `skipped`, `notes` and `places`.
 
         Raises:
             ValueError: a token outside the vocabulary.
@@ -136,6 +142,7 @@ class ShardBuilder:
             read=self.read,
             skipped=skipped,
             notes=notes or {},
+            places=places or {},
         )
         return replace(shard, content=shard.hash())
 
@@ -173,6 +180,7 @@ class StoreWriter:
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
         notes: what people should know about records, see `Shard`; may be set until the block ends.
+        places: reason → names of the first of them.
         shards: shards written so far, those of an interrupted writer among them.
 
     Raises:
@@ -183,6 +191,7 @@ class StoreWriter:
     def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **header: Any) -> None:
         self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[Shard]()
         self.notes: Notes = {}
+        self.places = Places()
         self._tokenizer, self._part = tokenizer, part
         self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
         self._begin_shard()
@@ -259,7 +268,8 @@ class StoreWriter:
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
         file = self._next_file()
-        write_shard(file, self._builder.build(skipped, None if skipped is None else self.notes))
+        last = () if skipped is None else (self.notes, self.places)
+        write_shard(file, self._builder.build(skipped, *last))
         self.shards.append(open_shard(file))
         self._begin_shard()
 

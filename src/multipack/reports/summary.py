@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multipack.data.skipped import skipped_lines
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def corpus_rows(corpus: Corpus) -> Rows:
     return [
         *([("validation", f"{held:,} documents are kept for it")] if held else []),
         *([("too long", fit)] if fit else []),
-        *(("left out", f"{count:,} {reason}") for reason, count in corpus.skipped.items() if count),
+        *(("left out", line) for line in corpus.skipped),
         *(("warning", text) for text in corpus.train.store.warnings),
     ]
 
@@ -244,7 +245,7 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
     documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
     shards = f"{report.shards:,}{'' if report.is_complete else ' so far'}"
-    left_out = [("left out", f"{count:,} {reason}") for reason, count in report.skipped.items() if count]
+    left_out = [("left out", line) for line in skipped_lines(report.skipped, report.places)]
     return [
         ("folder", str(path)),
         *([("shards", shards)] if report.shards > 1 or not report.is_complete else []),

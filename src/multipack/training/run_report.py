@@ -15,6 +15,7 @@ import torch
 
 import multipack
 from multipack.data.corpus import Corpus
+from multipack.data.skipped import skipped_lines
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.ops.lora import FORMATS
@@ -322,13 +323,13 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
 def corpus_notes(corpus: Corpus) -> Rows:
     """Rows on documents that were cut, dropped or skipped; of a stream those that have arrived so far."""
     arriving = corpus.arriving
-    train_fit, skipped = (
-        (corpus.train_fit, corpus.skipped) if arriving is None else (arriving.report, arriving.skipped)
-    )
+    train_fit, skipped = corpus.train_fit, corpus.skipped
+    if arriving is not None:
+        train_fit, skipped = arriving.report, skipped_lines(arriving.skipped, {})
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
-    return rows + [("skipped", f"{count:,} {reason}") for reason, count in skipped.items()]
+    return rows + [("skipped", line) for line in skipped]
 
 
 def _comparison_rows(found: Comparison) -> Rows:

@@ -1,0 +1,42 @@
+"""What a source leaves out: counts by reason, and the places of the first entries of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+MOST_PLACES = 20
+"""Places that are kept for each reason."""
+Places = dict[str, list[str]]
+"""Reason → names of the first entries that were left out for it, such as `train.jsonl:17`."""
+
+
+def add_places(places: Places, reason: str, names: Iterable[str]) -> None:
+    """Add names of entries that were left out, up to `MOST_PLACES`."""
+    kept = places.setdefault(reason, [])
+    kept.extend([*names][: MOST_PLACES - len(kept)])
+
+
+def skipped_lines(skipped: Mapping[str, int], places: Mapping[str, list[str]]) -> list[str]:
+    """A line for each reason: `3 broken lines: train.jsonl:101, 517, 902`."""
+    lines = []
+    for reason, count in skipped.items():
+        names = places.get(reason, [])
+        more = f" and {count - len(names):,} more" if count > len(names) else ""
+        lines.append(f"{count:,} {reason}" + (f": {grouped(names)}{more}" if names else ""))
+    return lines
+
+
+def grouped(names: Iterable[str]) -> str:
+    """Names of entries, with each file once: `a.jsonl:1, 5; b.jsonl:7`."""
+    groups = groupby(names, lambda name: name.rpartition(":")[0])
+    return "; ".join(
+        (f"{file}:" if file else "") + ", ".join(name.rpartition(":")[2] for name in several)
+        for file, several in groups
+    )
+
+
+def checked_places(value: Any) -> Places:
+    """Places read from a file; `TypeError` or `ValueError` if they are anything else."""
+    return {str(reason): [str(name) for name in names][:MOST_PLACES] for reason, names in dict(value).items()}
