@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
+from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
@@ -258,3 +260,12 @@ def test_gradients_are_complete_layer_by_layer_when_they_are_sent(monkeypatch):
     rows[2].register_hook(lambda _: complete.append("inputs of the first layer"))
     engine.forward_backward(rows, 3)
     assert complete == ["weight", "weight", "weight", "inputs of the first layer"]
+
+
+def test_synchronization_is_what_the_last_backward_pass_takes_beyond_the_pace_of_the_others():
+    clock = DeviceClock(torch.device("cpu"))
+    forward, backward = [(0, 1), (3, 5), (9, 10)], [(1, 3), (5, 9), (10, 15)]
+    result = StepResult(torch.zeros(3), forward, backward, clock)
+    assert result.synchronizing_seconds == 5 - 1 * (2 + 4) / (1 + 2)
+    assert StepResult(torch.zeros(3), forward, [*backward[:2], (10, 11)], clock).synchronizing_seconds == 0
+    assert math.isnan(StepResult(torch.zeros(1), forward[:1], backward[:1], clock).synchronizing_seconds)

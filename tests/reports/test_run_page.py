@@ -64,6 +64,22 @@ def test_several_runs_are_compared(written):
     assert not any(differs for _, differs, *_ in data["config"][1:])
     text = markdown([read_run(path) for path in paths])
     assert "| optimizer.lr | 0.002 | 0.01 |" in text
+    assert text.startswith("# Differences")
+    shown = _run("report", *paths).output
+    assert (
+        shown.index("settings that differ") < shown.index("optimizer.lr  0.002  0.01") < shown.index("run ")
+    )
+
+
+def test_communication_is_a_part_of_the_backward_passes(written):
+    path = written(steps=4)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    timed = [line | {"dtc": 0.05} if "dtb" in line else line for line in lines]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed))
+    found = time_shares(read_run(path).steps)
+    assert found["backward"] == pytest.approx(0.3)
+    assert found["communication"] == pytest.approx(0.1)
+    assert sum(found.values()) == pytest.approx(1)
 
 
 def test_long_runs_are_shown_by_means(written):
@@ -146,7 +162,7 @@ def test_a_run_that_was_killed_at_its_start_and_torn_files_are_shown(written, tm
     for name in ("metrics.jsonl", "samples.txt"):
         (path / name).write_bytes((path / name).read_bytes()[:-5])
     assert "the last line is incomplete" in _run("report", path).output
-    assert "59/60" in _run("watch", path, "--once").output
+    assert "60/60" in _run("watch", path, "--once").output
     only = tmp_path / "only"
     only.mkdir()
     shutil.copy(path / "config.yaml", only)

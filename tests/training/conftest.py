@@ -29,6 +29,7 @@ TIMED = {
     "mfu",
     "memory",
     "time_spread",
+    "dtc",
 }
 """Metrics that differ between equal runs."""
 

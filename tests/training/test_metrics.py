@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.parallel.engine import DeviceClock, StepResult
+from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.planning.packing import Packs
 from multipack.shapes import ModelShape

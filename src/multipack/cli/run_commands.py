@@ -30,7 +30,15 @@ def report(
     from multipack.atomic import write_atomically
     from multipack.reports.console import Console
     from multipack.reports.run_data import read_run
-    from multipack.reports.run_page import check_records, loss_curve, markdown, run_page, summary_rows
+    from multipack.reports.run_page import (
+        check_records,
+        differences,
+        loss_curve,
+        markdown,
+        run_names,
+        run_page,
+        summary_rows,
+    )
 
     if output is not None and output.suffix not in (".html", ".md"):
         raise ValueError(f"--output {output} must end with .html (a page) or .md (Markdown)")
@@ -42,6 +50,8 @@ def report(
         print(f"written: {output}", file=sys.stderr)
         return
     console = Console()
+    if differing := differences(found):
+        console.table("settings that differ", ["setting", *run_names(found)], differing)
     for each in found:
         console.section(f"run {each.run.path}", summary_rows(each))
         console.line("\nloss by step")

@@ -46,11 +46,12 @@ from torch.distributed.pipelining import (
 
 from multipack.ops.autocast import keeping_copies
 from multipack.parallel.collectives import gather_bytes
-from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import Schedule
 from multipack.parallel.stages import stages_of_rank
 from multipack.parallel.state import local
+from multipack.parallel.step_result import DeviceClock, StepResult
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 

@@ -208,6 +208,9 @@ def read_run(path: str | Path) -> RunData:
 
 def add_record(found: RunData, record: dict[str, Any]) -> bool:
     """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
+    own, synchronizing = record.get("dtb"), record.get("dtc")
+    if isinstance(own, float) and isinstance(synchronizing, float):  # a part of it
+        record = record | {"dtb": own - synchronizing}
     is_evaluation = any(name.startswith("val_loss") for name in record)
     return (found.evaluations if is_evaluation else found.steps).add(record)
 

@@ -27,13 +27,15 @@ PARTS = {
     "waiting for data": "data_time",
     "forward": "dtf",
     "backward": "dtb",
+    "communication": "dtc",
     "optimizer": "dto",
     "other": "other",
 }
 """Part of a step's time → its column."""
 PARTS_NOTE = (
-    "Seconds of the process that writes the log. Backward includes the synchronization of gradients between ranks;"
-    " optimizer includes clipping and callbacks."
+    "Seconds of the process that writes the log. Communication is the synchronization of gradients that computing did"
+    " not hide: the last backward pass beyond the pace of the others. It is part of backward with one micro-batch a"
+    " step, and where ranks divide the model. Optimizer includes clipping and callbacks."
 )
 CHARTS: list[tuple[str, str, bool, bool]] = [
     ("lr", "learning rate", False, True),
@@ -76,7 +78,7 @@ def check_records(found: Sequence[RunData]) -> None:
 
 def run_page(found: Sequence[RunData]) -> bytes:
     """The HTML page of some runs."""
-    names = _names(found)
+    names = run_names(found)
     step_of = [max(-(-len(each.steps) // MOST_POINTS), 1) for each in found]
     validation = sorted(
         {name for each in found for name in each.evaluations.values if name.startswith("val_loss")}
@@ -138,7 +140,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
     }
 
 
-def _names(found: Sequence[RunData]) -> list[str]:
+def run_names(found: Sequence[RunData]) -> list[str]:
     """A name for each run: its folder, with as many of its parents as make the names differ."""
     paths = [each.run.path.resolve() for each in found]
     for depth in range(1, max(len(path.parts) for path in paths)):
@@ -332,6 +334,11 @@ def config_rows(found: Sequence[RunData]) -> list[list[Any]]:
     return sorted(marked, key=lambda row: not row[1])
 
 
+def differences(found: Sequence[RunData]) -> list[list[str]]:
+    """[name, value of each run…] of the settings in which runs differ."""
+    return [[name, *values] for name, differs, *values in config_rows(found) if differs]
+
+
 def summary_rows(found: RunData) -> Rows:
     """The report of a run as rows of text."""
     shares = ", ".join(f"{part} {share:.1%}" for part, share in time_shares(found.steps).items())
@@ -359,9 +366,17 @@ def loss_curve(found: RunData, columns: int) -> list[str]:
 
 
 def markdown(found: Sequence[RunData]) -> str:
-    """A summary of runs in Markdown."""
+    """A summary of runs in Markdown, after the settings in which they differ."""
     lines = []
-    for each, name in zip(found, _names(found), strict=True):
+    if differing := differences(found):
+        lines += [
+            "# Differences",
+            "",
+            "| setting |" + "".join(f" {_cell(name)} |" for name in run_names(found)),
+        ]
+        lines += ["|---|" + "---|" * len(found)]
+        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in differing] + [""]
+    for each, name in zip(found, run_names(found), strict=True):
         lines += [f"# Run {_cell(name)}", "", "| | |", "|---|---|"]
         lines += [f"| {_cell(row)} | {_cell(text)} |" for row, text in summary_rows(each)]
         lines += ["", "Loss by step:", "", "```", *loss_curve(each, 76), "```", ""]
@@ -371,11 +386,6 @@ def markdown(found: Sequence[RunData]) -> str:
                 zip(each.evaluations.values["step"], each.evaluations.column("val_loss"), strict=True)
             )
             lines += [f"| {step:,.0f} | {value:.4f} |" for step, value in pairs[-10:]] + [""]
-    differing = [row for row in config_rows(found) if row[1]]
-    if differing:
-        lines += ["# Differences", "", "| setting |" + "".join(f" {_cell(name)} |" for name in _names(found))]
-        lines += ["|---|" + "---|" * len(found)]
-        lines += ["| " + " | ".join(map(_cell, (row[0], *row[2:]))) + " |" for row in differing]
     return "\n".join(lines).rstrip() + "\n"
 
 

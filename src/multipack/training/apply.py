@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine, StepResult
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
+from multipack.parallel.step_result import StepResult
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
@@ -256,6 +257,12 @@ class StepApplier:
         self._forward_seconds = result.forward_seconds
         if self.mesh.data_size > 1 and math.isfinite(sums[2]):
             record["time_spread"] = sums[2]
+            parallel = self.config.parallel
+            once = (
+                parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
+            )  # the last pass synchronizes
+            if once and math.isfinite(seconds_waited := result.synchronizing_seconds):
+                record["dtc"] = seconds_waited
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
             record["dt_predicted"] = data.predicted_seconds
         if self.files.log is not None and self.config.log.documents:

@@ -225,7 +225,8 @@ def _evaluate(
     return EvaluationResult(
         weights=str(found.folder),
         step=found.step,
-        documents=corpus.validation_files or corpus.description,
+        documents=corpus.validation_files
+        or f"{'' if folder is None else 'validation documents of '}{corpus.description}",
         sets=_sets(corpus, losses, tokens=not objective.legend),
         metrics={name.removeprefix("val_"): value for name, value in metrics.items()},
         note=note.partition("; ")[2],

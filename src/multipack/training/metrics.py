@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from multipack.parallel.engine import StepResult
+from multipack.parallel.step_result import StepResult
 from multipack.training.feed import StepData
 
 LEGEND: dict[str, str] = {
@@ -45,6 +45,11 @@ FORMATS: dict[str, str] = {
 
 PREDICTED = "seconds that the plan's measured cost predicts for dtf + dtb"
 """Meaning of `dt_predicted`, a metric of runs with a measured cost."""
+
+COMMUNICATION = (
+    "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others"
+)
+"""Meaning of `dtc`, a metric of runs whose ranks synchronize once a step, after several micro-batches."""
 
 SPREAD = (
     "measured forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before"

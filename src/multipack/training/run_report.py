@@ -29,7 +29,7 @@ from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
-from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED, SPREAD, loss_text
+from multipack.training.metrics import COMMUNICATION, LEGEND, PREDICTED, SKIPPED, SPREAD, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
@@ -76,7 +76,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
     if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
         legend["dt_predicted"] = PREDICTED
     if run.mesh.data_size > 1:
-        legend["time_spread"] = SPREAD
+        legend |= {"time_spread": SPREAD, "dtc": COMMUNICATION}
     if config.train.dtype == "fp16":
         legend["skipped"] = SKIPPED
     console.table("legend", ["metric", "meaning"], list(legend.items()))
