@@ -134,11 +134,11 @@ class Placement:
     @cached_property
     def _exchanged(self) -> tuple[Integers, Integers]:
         """(ranks,) tokens whose keys a rank sends, counted for each receiver; and those that it receives."""
+        if not len(self.document):
+            return np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
         group = self.document * self.ranks + self.rank
         order = np.lexsort((self.start, group))
-        last = np.flatnonzero(
-            np.diff(group[order], append=-1)
-        )  # the last piece of each document on each rank
+        last = np.flatnonzero(np.diff(group[order], append=-1))  # of each document on each rank
         first = np.append(0, last[:-1] + 1)
         held = np.add.reduceat(self.sizes[order], first) - self.sizes[order][last]
         asking = order[last]
@@ -202,7 +202,7 @@ def place(
         )
     rates = cost.quadratic * (checked + 1) + (0 if padded else cost.linear)  # of a token, on average
     computed = slots if padded else 0
-    best, least, tried = None, -1, b""
+    best, least, tried = None, -1, b"none"
     for budget in _budgets(checked, rates, ranks):
         limit = np.clip(budget // np.maximum(rates, 1), 1, max(slots, 1))
         parts = np.minimum(-(-checked // limit), max(ranks, 1))
