@@ -67,7 +67,7 @@ def test_losses_equal_those_of_a_run_that_shares_nothing(base, tmp_path, pairs, 
     ("more", "named"),
     [
         (["plan.align=16"], r"plan\.align=16"),
-        (["parallel.context=2", "parallel.context_method=ring"], r"parallel\.context_method=ring .*ulysses"),
+        (["parallel.context=2", "parallel.context_method=planned"], r"context_method=planned .*ulysses"),
         (["model.rope_type=dynamic", "model.rope_factor=2", "model.context=64"], r"rope_type=dynamic"),
         (["data.min_prefix=0"], r"data\.min_prefix=0"),
         (

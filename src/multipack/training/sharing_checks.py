@@ -20,7 +20,7 @@ def check_sharing(config: Any) -> None:
         raise ValueError(
             f"plan.align={config.plan.align} pads each document, which {given} divides: use plan.align=1"
         )
-    if parallel.context > 1 and parallel.context_method != "ulysses":
+    if parallel.context > 1 and parallel.context_method not in ("ulysses", "auto"):
         raise ValueError(
             f"parallel.context_method={parallel.context_method} divides documents, which {given} lets share tokens:"
             " use parallel.context_method=ulysses"
