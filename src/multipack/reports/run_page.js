@@ -63,7 +63,8 @@ const timed = runs.filter((run) => run.parts.length);
 if (timed.length) {
   const box = add(section("Where the time of a step goes", data.parts_note), "div", { class: one ? "" : "grid" });
   for (const run of timed) {
-    const paints = [3, 4, 0, 2, 5].map(color);
+    const order = { "waiting for data": 3, forward: 4, backward: 0, communication: 1, optimizer: 2, other: 5 };
+    const paints = run.parts.map(([name]) => color(order[name]));
     const [made] = card(box, one ? "seconds per step" : run.name, (chart) => areas(chart, run.steps.step, run.parts.map(([name, key], index) => ({ name, y: run.steps[key], color: paints[index] })), { height: 230 }));
     keys(made, run.parts.map(([name, , share], index) => [`${name} ${percent(share)}`, paints[index]]));
   }
