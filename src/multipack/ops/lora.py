@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers: y = W x + b becomes y = (W + s·B·A) x + b, where only A and B are trained.
+"""Low-rank adapters of linear layers: y = (W + s·B·A) x + b instead of y = W x + b, where only A and B are trained.
 
     x (T, in) ─┬─ W frozen ────────────────────── + ─ · g ─ + b ─▶ (T, out)
                └─ dropout ─ A (r, in) ─ B (out, r) · s ─┘
@@ -6,7 +6,7 @@
 LoRA (Hu et al. 2021, arXiv:2106.09685): s = α / r, g = 1. Rank-stabilized (Kalajdzievski 2023, arXiv:2312.03732):
 s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m of each row: g = m / |W + s·B·A|, whose
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
-adapted model begins as the original one.
+adapted model at first computes what the original one does.
 
 Frozen matrices of blocks may be quantized (QLoRA; `FORMATS`), also those without an adapter; m is then the length of
 the rows of the dequantized matrix. Otherwise frozen linear layers are held in the dtype of matrix products:

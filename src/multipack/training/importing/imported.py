@@ -17,7 +17,7 @@ from multipack.training.importing.outcome import NotHonored
 
 @dataclass(frozen=True)
 class Imported:
-    """What a configuration of Axolotl becomes.
+    """The translation of a configuration of Axolotl.
 
     Attributes:
         settings: full name of a setting → value.

@@ -16,7 +16,7 @@ class NotHonored(ValueError):
 
 @dataclass(frozen=True)
 class Honored:
-    """What a key becomes.
+    """The settings that a key is translated to.
 
     Attributes:
         settings: full name of a setting → value.
