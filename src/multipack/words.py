@@ -246,7 +246,7 @@ def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
             raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
         if isinstance(known[key], str) and isinstance(value, bool):  # YAML's true and false
             value = str(value).lower()
-        if isinstance(known[key], list) and isinstance(value, str):
+        if isinstance(known[key], list | tuple) and isinstance(value, str):
             value = [part for part in map(_unquoted, value.strip().strip("[]").split(",")) if part]
         try:
             OmegaConf.update(tree, key, value)
