@@ -1,18 +1,17 @@
-"""`ParallelConfig`: the settings `parallel.*`, what each strategy divides, and legal combinations.
-
-Imports no torch.
-"""
+"""`ParallelConfig`: the settings `parallel.*`, what each strategy divides, and legal combinations. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from multipack.planning.cost import CostModel
-from multipack.planning.placement import FLOPS_PER_BYTE, Placing, Prices
+from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
 from multipack.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from multipack.planning.placement import Placing
 
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ContextMethod = Literal["auto", "planned", "ulysses"]
@@ -185,6 +184,8 @@ class ParallelConfig:
         """How context ranks place packs, for elements of `size` bytes; None with ulysses."""
         if self.context_method == "ulysses" or cost.shape is None:
             return None
+        from multipack.planning.placement import Placing, Prices  # imports numba: settings are read without
+
         prices = Prices.of(cost.shape, self.context, self.tensor, self.context_flops_per_byte, size)
         if self.context_method == "planned":
             prices = replace(prices, token=None)

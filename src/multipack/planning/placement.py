@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.cost import CostModel
+from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.placing import spread, sums
 from multipack.planning.lengths import check_integer, check_integers, longest_first, offsets_of
@@ -37,8 +37,6 @@ from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
 
-FLOPS_PER_BYTE = 1_333
-"""FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
 CLOSE = 500
 """Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""
 PERCENTS = (130, 120, 110, 105, 102, 100, 75, 66, 50, 40, 33, 25)
