@@ -38,7 +38,7 @@ def packs_of(path: str, capacity: int, document_tokens: int) -> tuple[Integers, 
         longest = min(document_tokens, capacity)
         full, rest = divmod(capacity, longest)
         return (np.array([longest] * full + [rest] * (rest > 0), dtype=np.int64),)
-    lengths = read_lengths(Path(path).expanduser(), capacity)[0]
+    lengths = read_lengths(Path(path).expanduser(), capacity)
     if len(lengths) > SAMPLE:
         lengths = np.random.default_rng(0).choice(lengths, SAMPLE, replace=False)
     made = plan(lengths, capacity=capacity, packs_per_step=PACKS)
