@@ -195,6 +195,7 @@ PAIRS = [
     {"tensor": 2, "pipeline": 2, "schedule": "interleaved"},
     {"context": 2, "context_method": "planned", "tensor": 2},
     {"context": 2, "context_method": "ulysses", "pipeline": 2},
+    {"data": "zero3", "context": 2, "context_slack": 0.25, "context_method": "planned", "tensor": 2},
 ]
 MORE_PAIRS = [
     *({"tensor": 2}, {"context": 2, "context_method": "ulysses"}, {"pipeline": 2}),  # beside ddp
