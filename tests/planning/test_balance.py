@@ -230,3 +230,31 @@ def test_partition_refuses_what_cannot_be_divided():
         partition([1] * 7, 2, equal_size=True)
     with pytest.raises(ValueError, match="weights is empty"):
         partition([], 2)
+
+
+def test_groups_that_share_their_prompts_fit_as_trees():
+    random = np.random.default_rng(0)
+    groups = np.repeat(np.arange(12), 4)
+    prompts = np.repeat(random.integers(50, 200, 12), 4)
+    lengths = prompts + random.integers(1, 80, 48)
+    model = multipack.CostModel(None, linear=1000)
+    divided = multipack.balance(
+        lengths, 3, budget=600, groups=groups, together="micro_batch", shared=prompts, cost=model
+    )
+    loads = []
+    for rank in divided:
+        load = 0
+        for micro_batch in rank:
+            inside = sorted(set(groups[micro_batch]))
+            assert sorted(micro_batch) == np.flatnonzero(np.isin(groups, inside)).tolist()
+            once = sum(int(prompts[groups == group][0]) for group in inside)
+            assert once + (lengths - prompts)[micro_batch].sum() <= 600
+            load += sum(int(model.cost([prompts[groups == group][0]])[0]) for group in inside)
+            load += int((model.cost(lengths) - model.cost(prompts))[micro_batch].sum())
+        loads.append(load)
+    assert loads == divided.loads.tolist()
+    alone = multipack.balance(lengths, 3, budget=1100, groups=groups, together="micro_batch")
+    assert divided.micro_batches * 600 < alone.micro_batches * 1100
+    for wrong in ({"shared": prompts}, {"shared": lengths + 1, "groups": groups, "together": "micro_batch"}):
+        with pytest.raises(ValueError, match="shared"):
+            multipack.balance(lengths, 3, budget=600, **wrong)

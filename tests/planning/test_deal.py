@@ -24,7 +24,9 @@ def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micr
     packs = packs_from(np.unique(own, return_inverse=True)[1], len(np.unique(own)))
     options = PlanOptions(capacity=capacity, packs_per_step=ranks * micro_batches, balance=balance)
     cost = CostModel(None, linear=linear)
-    return deal_packs(packs, lengths, cost, options, ranks, sync, 0), cost.cost(lengths)
+    costs = cost.cost(lengths)
+    order = packs.order
+    return deal_packs(packs, lengths[order], costs[order], options, ranks, sync, 0), costs
 
 
 @st.composite
@@ -239,7 +241,7 @@ def test_the_rotation_keeps_micro_batches_and_ranks_together(sync):
         deal_packs(
             packs_from(own, 16),
             lengths,
-            CostModel(None, linear=1000),
+            CostModel(None, linear=1000).cost(lengths),
             PlanOptions(capacity=16_384, packs_per_step=16),
             4,
             sync,

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.planning.items import Items
     from multipack.planning.packing import Packs
     from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.plan import Plan
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from multipack.reports.console import Console
 
 Planned = tuple[
-    "NDArray[np.int64]", "NDArray[np.int64] | None", "NDArray[np.float64] | None", int, list[tuple[str, str]]
+    "NDArray[np.int64] | Items",
+    "NDArray[np.int64] | None",
+    "NDArray[np.float64] | None",
+    int,
+    list[tuple[str, str]],
 ]
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
@@ -89,11 +94,17 @@ def plan(
     lengths, targets, weights, cut, more = _documents(path, command, console)
     source = str(path or command.data.path or command.data.source)
     if explore:
-        _explore(source, lengths, command, as_json)
+        if command.data.share_prefixes != "off":
+            raise ValueError(
+                f"data.share_prefixes={command.data.share_prefixes}: --explore compares plans of single documents;"
+                " leave one of them out"
+            )
+        _explore(source, cast("NDArray[np.int64]", lengths), command, as_json)
         return
     planned, measured = _measured(lengths, targets, weights, command, cut, console)
     drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
-    advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
+    advice = advise(planned, measured)
+    share = padded_share(planned.lengths, command.padded_batch_size, command.seed)
     methods = _context(planned, command)
     if as_json:
         others = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
@@ -120,7 +131,10 @@ def plan(
 
 
 def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
-    """Lengths, targets, weights, how many were divided, and rows about the others; of a file its lengths alone."""
+    """Lengths, targets, weights, how many were divided, and rows about the others; of a file its lengths alone.
+
+    With `data.share_prefixes` items stand for lengths, targets and weights.
+    """
     if path is not None:
         from multipack.data.stored_lengths import read_lengths
 
@@ -132,11 +146,18 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
         corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.longest, progress=advance)
     found, fit = corpus.train, corpus.train_fit
     cut = 0 if fit.policy == "drop" else fit.documents
+    if (share := command.data.share_prefixes) != "off":
+        from multipack.data.shared_prefixes import SharedPrefixes
+
+        options, least = command.plan.for_ranks(command.world_size), command.data.min_prefix
+        window = command.cost_model().window
+        source = SharedPrefixes.of(found, share, options, min_prefix=least, window=window)
+        return source.items(command.seed, command.epoch), None, None, cut, corpus_rows(corpus)
     return found.lengths, found.target_counts, found.weights, cut, corpus_rows(corpus)
 
 
 def _measured(
-    lengths: NDArray[np.int64],
+    lengths: NDArray[np.int64] | Items,
     targets: NDArray[np.int64] | None,
     weights: NDArray[np.float64] | None,
     command: PlanCommand,
@@ -163,13 +184,16 @@ def _measured(
 
 
 def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
-    """Methods of context parallelism on evenly spaced packs; none for one rank, or a cost without a shape."""
+    """Methods of context parallelism on evenly spaced packs; none for one rank, or a cost without a shape.
+
+    None for items of several documents either: only Ulysses computes them.
+    """
     from multipack.planning.placement import Placing, Prices
     from multipack.planning.placement_report import measure_context
     from multipack.planning.report import even
 
     cost, ranks = planned.cost_model, command.context
-    if ranks == 1 or cost.shape is None:
+    if ranks == 1 or cost.shape is None or planned.items is not None:
         return []
     numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
     packs = [

@@ -92,7 +92,6 @@ class PackedCollator:
         pad_to: int | None = None,
         pad_id: int = 0,
         multiple: int = 1,
-        min_prefix: int | None = None,
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
         return cls(
@@ -104,7 +103,7 @@ class PackedCollator:
             plan.loss_weighting,
             multiple,
             plan.weights is not None,
-            min_prefix,
+            plan.min_prefix,
         )
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
@@ -308,7 +307,6 @@ class PreferenceCollator:
         pad_to: int | None = None,
         pad_id: int = 0,
         multiple: int = 1,
-        min_prefix: int | None = None,
     ) -> PreferenceCollator:
         """The collator of a plan over items, or of a sampler.
 
@@ -319,7 +317,7 @@ class PreferenceCollator:
             raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
         most = 2 * plan.most_documents
         return cls(
-            PackedCollator(most, plan.longest, pad_to, pad_id, multiple=multiple, min_prefix=min_prefix)
+            PackedCollator(most, plan.longest, pad_to, pad_id, multiple=multiple, min_prefix=plan.min_prefix)
         )
 
     def __call__(self, items: Sequence[PreferencePair]) -> PreferenceBatch:

@@ -20,6 +20,7 @@ from torch.utils.data import Sampler
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import DEALING
+from multipack.planning.items import ItemSource
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import (
     LossWeighting,
@@ -114,8 +115,11 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
     iterator starts; iterators after that one start at the beginning of the epoch.
 
+    With `SharedPrefixes`, packs are made of its items, new ones in every epoch with `all`. An epoch whose documents do
+    not fit then has items of wider windows, too.
+
     Args:
-        lengths: (documents,) tokens of each document.
+        lengths: (documents,) tokens of each document; or `SharedPrefixes`, which has targets and weights itself.
         targets: (documents,) target tokens of each document; None = its length − 1.
         weights: (documents,) weight of each document in the loss; None = 1.
         rank: of this process among the data-parallel ranks.
@@ -131,6 +135,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         epoch: the current epoch; `set_epoch` changes it.
         steps_per_epoch: global steps of every epoch.
         micro_batches: packs of this rank in a step.
+        min_prefix: shortest beginning that documents of a pack share; None = they share none.
 
     Raises:
         ValueError: what `multipack.plan` refuses; a rank outside the world; more ranks than packs of a step.
@@ -138,7 +143,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: ArrayLike,
+        lengths: ArrayLike | ItemSource,
         *,
         options: PlanOptions | None = None,
         targets: ArrayLike | None = None,
@@ -160,7 +165,8 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
             "loss_weighting": loss_weighting,
         }
         self._carries = self._options["options"].tail == "carry"
-        first = plan(lengths, **self._options)
+        self._source = lengths
+        first = self._planned()
         self.world_size = check_integer("world_size", world_size)
         self.rank = check_integer("rank", rank, 0)
         if self.rank >= self.world_size:
@@ -168,7 +174,9 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.sync: Sync = sync
         self.micro_batches = first.micro_batches(self.world_size)
         first.deal(0, self.world_size, sync)
-        self._lengths = first.lengths
+        if not isinstance(lengths, ItemSource):
+            self._source = first.lengths
+        self._num_documents = len(first.lengths)
         self.steps_per_epoch = first.num_steps
         if first.options.tail == "keep":
             self.steps_per_epoch = self._steps_of_any_order(first)
@@ -176,11 +184,11 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
         self.weights = first.weights
-        self.align = first.align
+        self.align, self.min_prefix = first.align, first.min_prefix
         self.epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None
-        self._dealt: dict[tuple[int, int], Packs] = {}
+        self._dealt: dict[tuple[int, int], tuple[Packs, Packs]] = {}
         self._position = 0  # micro-batches of this epoch that were yielded
         self._resume = 0  # where the next iterator starts
 
@@ -193,12 +201,30 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         first = max(number for number in self._carried if number <= epoch) if self._carries else epoch
         for number in range(first, epoch + 1):
             carried, steps = self._carried.get(number), self.steps_per_epoch
-            made = plan(self._lengths, **self._options, epoch=number, carried=carried, steps=steps)
+            made = self._planned(epoch=number, carried=carried, steps=steps)
             if self._carries:
                 self._carried[number + 1] = made.carried
         assert made is not None
         self._plan = made
         return made
+
+    def _planned(
+        self, epoch: int = 0, carried: ArrayLike | None = None, steps: int | None = None, **changes: Any
+    ) -> Plan:
+        """Plan an epoch; `changes` of options. Arguments as of `multipack.plan`."""
+        source, given = self._source, {**self._options, **changes, "epoch": epoch, "steps": steps}
+        if not isinstance(source, ItemSource):
+            return plan(source, **given, carried=carried)
+        widened = 1
+        while True:
+            items = source.items(given["seed"], epoch, () if carried is None else carried, widened)
+            try:
+                return plan(items, **given)
+            except ValueError:
+                # This epoch's items have more slots than those of the first: those of wider windows share more.
+                if steps is None or source.is_whole(widened):
+                    raise
+                widened *= 2
 
     def __len__(self) -> int:
         """Micro-batches of an epoch: the same on all ranks and in all epochs."""
@@ -211,20 +237,28 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         epoch = self.epoch
         for position in range(start, length):
             step, micro_batch = divmod(position, self.micro_batches)
-            documents = self.deal_of(step)[micro_batch * self.world_size + self.rank]
+            documents = self.documents_of(step)[micro_batch * self.world_size + self.rank]
             self._position = position + 1
             yield documents.tolist()
             if self.epoch != epoch:
                 return
 
     def deal_of(self, step: int) -> Packs:
-        """A step's packs for all ranks: pack m · world_size + r is rank r's micro-batch m."""
+        """A step's packs of items for all ranks: pack m · world_size + r is rank r's micro-batch m."""
+        return self._deal(step)[0]
+
+    def documents_of(self, step: int) -> Packs:
+        """The same packs, of documents."""
+        return self._deal(step)[1]
+
+    def _deal(self, step: int) -> tuple[Packs, Packs]:
         plan, recent = self.plan, self._dealt
         key = (plan.epoch, step)
         if key not in recent:
             # A prefetching thread is some steps ahead of the trainer. The dictionary is replaced, never changed.
             kept = list(recent.items())[-(DEALT_STEPS - 1) :]
-            self._dealt = recent = {**dict(kept), key: plan.deal(step, self.world_size, self.sync)}
+            dealt = plan.deal(step, self.world_size, self.sync)
+            self._dealt = recent = {**dict(kept), key: (dealt, plan.of_documents(dealt))}
         return recent[key]
 
     def set_epoch(self, epoch: int) -> None:
@@ -284,7 +318,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
                 f" {saved} (now {mine}); continue with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
-        self._carried[epoch] = check_carried(state["carried"], len(self._lengths))
+        self._carried[epoch] = check_carried(state["carried"], self._num_documents)
         self.epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}
 
@@ -299,7 +333,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         enough = -(-packs // first.packs_per_step)
         if steps < enough:
             try:
-                plan(self._lengths, **self._options, window=steps, steps=steps)
+                self._planned(steps=steps, window=steps)
             except ValueError:
                 return enough
         return steps

@@ -72,7 +72,7 @@ def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
     world, sync, ceiling = found.data_parallel_size, found.sync, found.cost_utilization_ceiling
     each, packs, factor = made.micro_batches(world), made.packs_per_step, found.kappa
     slots = made.slots[made.order]
-    costs = made.cost_model.cost(slots)
+    costs = made.costs(made.order)
     tokens, longest, runs = int(slots.sum()), int(slots.max()), world * each
     share = int(costs.sum()) / (made.num_steps * (world if sync == "step" else runs))
     mean = -(-tokens // (made.num_steps * runs))  # tokens of a pack that a rank runs
@@ -136,8 +136,7 @@ def _ceiling(
     """
     cost = least = 0
     for documents in _groups(made, budget * world * each):
-        slots = made.slots[documents]
-        costs = made.cost_model.cost(slots)
+        slots, costs = made.slots[documents], made.costs(documents)
         if share is not None:
             parts = np.maximum(np.ceil(costs / share), 1).astype(np.int64)
             slots, costs = np.repeat(-(-slots // parts), parts), np.repeat(costs // parts, parts)

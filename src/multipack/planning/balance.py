@@ -18,17 +18,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Arrangement, least_maximum
+from multipack.planning.deal import Arrangement, costliest_first, least_maximum
+from multipack.planning.groups import check_groups, repeated_tokens
 from multipack.planning.histogram import count, simple_bound
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
 from multipack.planning.lengths import (
     Packs,
     check_integer,
     check_integers,
-    longest_first,
     name_documents,
     packs_from,
-    short,
 )
 from multipack.planning.options import check_choice
 from multipack.planning.packing import pack
@@ -112,6 +111,7 @@ def balance(
     cost: Cost = None,
     groups: ArrayLike | None = None,
     together: Together = "rank",
+    shared: ArrayLike | None = None,
 ) -> RankBatches:
     """Divide documents among ranks and micro-batches, with equal costs of ranks under a limit of tokens.
 
@@ -126,6 +126,9 @@ def balance(
             least 0; or a function of the lengths that returns them.
         groups: (documents,) the group of each document: integers or strings. A group is not divided among ranks.
         together: `rank`, or `micro_batch`: a group is not divided among micro-batches either.
+        shared: (documents,) first tokens, at most all, that a document has in common with its whole group and that are
+            computed once a group, as by `PackedCollator(min_prefix=…)`; for groups in one micro-batch, and costs by
+            tokens, a model or a function.
 
     Raises:
         ValueError: a value that is not allowed, a document or group above the budget, or too few documents or groups
@@ -136,6 +139,19 @@ def balance(
     limit = int(tokens.sum()) if budget is None else check_integer("budget", budget)
     check_choice("together", together, Together)
     costs = _check_cost(cost, tokens, ranks)
+    if shared is not None:
+        is_known = cost is None or callable(cost) or isinstance(cost, CostModel | ModelShape)
+        if groups is None or together != "micro_batch" or not is_known:
+            raise ValueError(
+                "shared= counts tokens that a group computes once: give groups=, together='micro_batch', and cost=None,"
+                " a model or a function of lengths"
+            )
+        again = repeated_tokens(shared, check_groups(groups, len(tokens)), tokens)
+        both = _check_cost(
+            cost, np.concatenate([tokens, again]), ranks
+        )  # one scale of costs that are no integers
+        costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
+        tokens = tokens - again
     if tokens.max() > limit:
         raise ValueError(
             f"{name_documents(tokens, tokens > limit)}, but a micro-batch holds budget={limit:,}; raise the budget to"
@@ -144,7 +160,7 @@ def balance(
     limit = max(min(limit, int(tokens.sum())), 1)
     if groups is None or (ranks == 1 and together == "rank"):
         return _divide(tokens, costs, ranks, limit, "documents")
-    members = _check_groups(groups, len(tokens))
+    members = check_groups(groups, len(tokens))
     if together == "rank":
         return _divide_groups(tokens, costs, members, ranks, limit)
     inside = sums(members, tokens, int(members.max()) + 1)
@@ -190,7 +206,7 @@ def _divide(
     lengths: Integers, costs: Integers, ranks: int, budget: int, items: str, size: int = 0
 ) -> RankBatches:
     """The result of `balance` for items that stay whole; `size` is the most items of a micro-batch, 0 for no limit."""
-    order = _costliest_first(lengths, costs)
+    order = costliest_first(lengths, costs)
     lengths, costs = lengths[order], costs[order]
     fewest = _fewest(lengths, ranks, budget)
     for micro_batches in itertools.count(fewest):
@@ -218,7 +234,7 @@ def _divide_groups(
     sizes, inside = np.bincount(members), sums(members, lengths, num_groups)
     if num_groups < ranks:
         raise ValueError(_too_few(inside, ranks, 1, int(inside.sum()), "groups"))
-    order = _costliest_first(lengths, costs)
+    order = costliest_first(lengths, costs)
     lengths, costs, members = lengths[order], costs[order], members[order]
     fewest = max(_fewest(lengths, ranks, budget), -(-int(inside.max()) // budget))
     micro_batches = fewest - 1
@@ -232,7 +248,7 @@ def _divide_groups(
             )
         # Equal costs may leave a rank with too little room or with too few documents.
         for weights in (sums(members, costs, num_groups), inside, sizes):
-            by_weight = _costliest_first(inside, weights)
+            by_weight = costliest_first(inside, weights)
             heavy, room = (inside[by_weight], weights[by_weight]), micro_batches * budget
             shared = Arrangement(*heavy, ranks, 1, room, quick=True)
             rank_of = np.empty(num_groups, dtype=np.int64)
@@ -288,13 +304,6 @@ def _of_documents(divided: RankBatches, members: Integers) -> RankBatches:
     pack_of = np.empty(len(divided.packs.order), dtype=np.int64)
     pack_of[divided.packs.order] = np.repeat(np.arange(len(divided.packs)), divided.packs.sizes())
     return replace(divided, packs=packs_from(pack_of[members], len(divided.packs)))
-
-
-def _costliest_first(lengths: Integers, costs: Integers) -> Integers:
-    """(documents,) document numbers by falling cost, then falling length, then rising number."""
-    order = longest_first(lengths)
-    in_order = costs[order]  # of most models
-    return order if (in_order[1:] <= in_order[:-1]).all() else np.lexsort((-lengths, -costs))
 
 
 def _fewest(lengths: Integers, ranks: int, budget: int) -> int:
@@ -381,14 +390,3 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:
         raise ValueError(f"the sum of the costs times {ranks} must be below 2^61; divide them by a constant")
     return given.astype(np.int64)
-
-
-def _check_groups(groups: ArrayLike, documents: int) -> Integers:
-    """(documents,) number of each document's group, from 0."""
-    given = np.asarray(groups)
-    if given.shape != (documents,):
-        raise ValueError(f"groups must be {documents:,} values, one a document, got shape {given.shape}")
-    try:
-        return np.unique(given, return_inverse=True)[1].astype(np.int64)
-    except TypeError:
-        raise ValueError(f"groups must be integers or strings, got {short(groups)}") from None

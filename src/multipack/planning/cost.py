@@ -22,6 +22,9 @@ Variants change one term each:
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
     constant             per document (measured models: kernel launches)
 
+Documents that share their beginning compute it once. A node of l tokens behind p others costs L*·l + l(2p + l + 1).
+`AttentionPairs` has the second term of items of such documents.
+
 All costs are integers, so that plans are the same on every platform.
 
 **Measured costs.** FLOPs are not time: attention runs at a lower share of the peak than matrix products, short
@@ -46,6 +49,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.atomic import read_file, write_atomically
+from multipack.planning.attention_pairs import AttentionPairs, windowed_pairs
 from multipack.planning.lengths import check_integer, check_lengths
 from multipack.shapes import SHAPES, ModelShape
 
@@ -191,17 +195,24 @@ class CostModel:
         linear, quadratic, constant = measured.weights()
         return cls(shape, linear, quadratic, constant=constant, timed=measured)
 
-    def cost(self, lengths: ArrayLike) -> NDArray[np.int64]:
-        """(documents,) int64 cost of each document, which does not decrease with length.
+    def cost(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> NDArray[np.int64]:
+        """(items,) int64 cost of each item; that of a document does not decrease with length.
+
+        Args:
+            lengths: (items,) slots of each.
+            attention: that of each; None = each is one document.
 
         Raises:
             ValueError: a length is not a positive integer, or the costs sum to 2^62 or more.
         """
         checked = check_lengths(lengths)
         self.check(checked)
+        if attention is not None:
+            cost = self.linear * checked + self.quadratic * attention.pairs
+            return cost + self.sliding * attention.windowed + self.constant * attention.documents
         cost = checked * (self.linear + self.quadratic * (checked + 1))
         if self.sliding:
-            cost += self.sliding * _windowed(checked, self.window)
+            cost += self.sliding * windowed_pairs(checked, self.window)
         return cost + self.constant if self.constant else cost
 
     def check(self, lengths: NDArray[np.int64]) -> None:
@@ -232,11 +243,14 @@ class CostModel:
         shown += [f"{self.constant:,}"] if self.constant else []
         return " + ".join(shown)
 
-    def flops(self, lengths: ArrayLike, *, executed: bool = False) -> float:
-        """FLOPs of one forward and backward pass over these documents.
+    def flops(
+        self, lengths: ArrayLike, attention: AttentionPairs | None = None, *, executed: bool = False
+    ) -> float:
+        """FLOPs of one forward and backward pass over these items.
 
         Args:
-            lengths: (documents,) tokens of each document.
+            lengths: (items,) tokens, or slots, of each.
+            attention: as in `cost`.
             executed: count what the device executes, with recomputation; otherwise model FLOPs, for MFU.
 
         Raises:
@@ -248,13 +262,13 @@ class CostModel:
                 "this cost model was fitted without a shape, so its FLOPs are not known: use fit(…, shape=…)"
             )
         matrices = MATRIX_FLOPS[recompute] * _matrices(shape) * int(checked.sum())
-        pairs = (shape.layers - shape.sliding_layers) * int(CostModel(None, 0).cost(checked).sum())
-        if shape.window:
-            pairs += shape.sliding_layers * int(_windowed(checked, shape.window).sum())
+        each = attention or AttentionPairs.of(checked, window=shape.window)
+        pairs = (shape.layers - shape.sliding_layers) * int(each.pairs.sum())
+        pairs += shape.sliding_layers * int(each.windowed.sum())
         return float(matrices + _pair_flops(shape, recompute) * pairs)
 
-    def seconds(self, lengths: ArrayLike) -> float:
-        """Predicted seconds of one micro-batch of these documents, forward and backward.
+    def seconds(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> float:
+        """Predicted seconds of one micro-batch of these items, forward and backward; arguments as in `cost`.
 
         Raises:
             ValueError: lengths are invalid, or the model was not fitted to measured times.
@@ -262,7 +276,7 @@ class CostModel:
         if self.timed is None:
             raise ValueError("this cost model counts FLOPs and knows no seconds: make one with CostModel.fit")
         coefficients = (self.timed.micro_batch, self.timed.token, self.timed.pair, self.timed.document)
-        return float(np.dot(coefficients, _terms(check_lengths(lengths))))
+        return float(np.dot(coefficients, _terms(check_lengths(lengths), attention)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -307,15 +321,13 @@ def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
     return shape.heads * products[recompute]
 
 
-def _windowed(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """2·Σ_{t ≤ l} min(t, window) for each document."""
-    inside = np.minimum(lengths, window)
-    return inside * (inside + 1) + 2 * window * (lengths - inside)
-
-
-def _terms(lengths: NDArray[np.int64]) -> tuple[float, float, float, float]:
+def _terms(
+    lengths: NDArray[np.int64], attention: AttentionPairs | None = None
+) -> tuple[float, float, float, float]:
     """The factors of the coefficients in `Seconds`: 1, Σ l, Σ l(l+1), number of documents."""
     exact = lengths.astype(np.float64)
+    if attention is not None:
+        return 1.0, float(exact.sum()), float(attention.pairs.sum()), float(attention.documents.sum())
     return 1.0, float(exact.sum()), float((exact * (exact + 1)).sum()), float(len(exact))
 
 

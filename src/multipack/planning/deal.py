@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
 from multipack.planning.lengths import Packs, check_integer, longest_first, packs_from
@@ -59,26 +58,30 @@ def least_step_cost(
 
     Once a step (`step`), a rank is a pack of micro_batches · capacity tokens: `least_maximum`. At each micro-batch, put
     the sync points in falling order of their most loaded packs. j · ranks packs come before the j-th, counted from 0.
-    They hold at most m documents longer than capacity / (m + 1) each, so another pack holds one at least as costly as
-    document j · ranks · m of these: p_j. The first j sync points cost B_j = p_0 + … + p_(j−1) at least. Their packs
-    hold at most ranks · B_j, and at most A_j, the cost of the j · ranks · capacity costliest tokens; each later sync
-    point costs at least the mean of its packs. So for every j the sum is at least
+    They hold at most m documents longer than capacity / (m + 1) each. So another pack holds one of the
+    j · ranks · m + 1 longest, if all of these are so long, and costs at least as much as the cheapest of them: p_j. The
+    first j sync points cost B_j = p_0 + … + p_(j−1) at least. Their packs hold at most ranks · B_j, and at most A_j,
+    the cost of the j · ranks · capacity costliest tokens; each later sync point costs at least the mean of its packs.
+    So for every j the sum is at least
 
         B_j + max(total − min(A_j, ranks · B_j), 0) / ranks.
 
     Args:
         lengths: (documents,) tokens, in any order, none above the capacity.
-        costs: (documents,) int64, rising with length.
+        costs: (documents,) int64.
         ranks: data-parallel ranks.
         micro_batches: packs of each rank.
         capacity: maximum tokens of a pack.
         sync: where ranks wait for each other.
     """
+    falling = costliest_first(lengths, costs)
+    heavy = lengths[falling], costs[falling]
+    if sync == "step":
+        return least_maximum(*heavy, ranks, micro_batches * capacity)
+    total, first = int(costs.sum()), least_maximum(*heavy, ranks * micro_batches, capacity)
     order = longest_first(lengths)
     lengths, costs = lengths[order], costs[order]
-    if sync == "step":
-        return least_maximum(lengths, costs, ranks, micro_batches * capacity)
-    total, first = int(costs.sum()), least_maximum(lengths, costs, ranks * micro_batches, capacity)
+    least = np.minimum.accumulate(costs)  # that of the cheapest item among the longest ones
     rates = -(-costs // lengths)
     by_rate = np.argsort(-rates, kind="stable")
     tokens, cost = np.append(0, np.cumsum(lengths[by_rate])), np.append(0, np.cumsum(costs[by_rate]))
@@ -87,7 +90,7 @@ def least_step_cost(
         outside = point * ranks * m
         outside = outside[outside < len(lengths)]
         held = outside[lengths[outside] * (1 + m[: len(outside)]) > capacity]
-        before += first if point == 0 else int(costs[held].max(initial=0))
+        before += first if point == 0 else int(least[held].max(initial=0))
         room = (point + 1) * ranks * capacity
         last = int(np.searchsorted(tokens, room, side="right")) - 1
         most = int(cost[last])
@@ -133,7 +136,7 @@ def micro_batches_of(packs_per_step: int, ranks: int) -> int:
 def deal_packs(
     packs: Packs,
     slots: Integers,
-    balanced: CostModel,
+    costs: Integers,
     options: PlanOptions,
     ranks: int,
     sync: Sync,
@@ -143,8 +146,8 @@ def deal_packs(
 
     Args:
         packs: the step's own packs, which fit.
-        slots: (all documents,) slots of each document.
-        balanced: cost that is balanced.
+        slots: (documents,) slots of each document of `packs.order`.
+        costs: (documents,) int64 costs, which are balanced.
         options: options of the plan.
         ranks: number of ranks that share the step.
         sync: where ranks wait for each other.
@@ -153,11 +156,10 @@ def deal_packs(
     micro_batches = micro_batches_of(options.packs_per_step, ranks)
     check_choice("sync", sync, Sync)
     own = np.repeat(np.arange(len(packs)), packs.sizes())
-    order = longest_first(slots[packs.order])
+    order = costliest_first(slots, costs)
     documents, placed = packs.order[order], own[order]
-    lengths = slots[documents]
-    limit, joint = options.max_documents, options.balance == "joint"
-    costs, capacity = balanced.cost(lengths), options.capacity
+    lengths, costs = slots[order], costs[order]
+    limit, joint, capacity = options.max_documents, options.balance == "joint", options.capacity
     step = Arrangement(
         lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint, effort=options.effort
     )
@@ -167,6 +169,13 @@ def deal_packs(
         placed = step.rotate(step.arrange(goal, placed), turn)
     dealt = packs_from(placed, step.packs)
     return Packs(documents[dealt.order], dealt.offsets)
+
+
+def costliest_first(lengths: Integers, costs: Integers) -> Integers:
+    """(documents,) document numbers by falling cost, then falling length, then rising number."""
+    order = longest_first(lengths)
+    in_order = costs[order]  # of most models
+    return order if (in_order[1:] <= in_order[:-1]).all() else np.lexsort((-lengths, -costs))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
+from multipack.planning.items import Items
 from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import (
     LossWeighting,
@@ -51,6 +53,9 @@ def denominator_of(
 class Plan:
     """The steps of one epoch. Made by `plan`.
 
+    An item is what the plan places: a document, unless it was made of `Items`. Packs are of items; `of_documents` gives
+    those of documents.
+
     Attributes:
         lengths: (all documents,) int64 tokens of every document, planned or not.
         target_counts: (all documents,) int64 target tokens, or None for length − 1.
@@ -59,11 +64,12 @@ class Plan:
         loss_weighting: whether the loss is a mean over `token`s or `document`s; does not affect the steps.
         seed, epoch: seed and epoch of the order.
         cost_model: cost of documents.
-        slots: (all documents,) int64 slots of each document in a pack: its length, padded to `align`.
+        items: the documents of each item; None = item i is document i.
+        slots: (all items,) int64 slots of each item in a pack: a document's length, padded to `align`.
         balanced: cost that is balanced between packs, determined by the option `balance`.
         window: number of steps planned together: as given, or more if a fixed number of steps required it.
-        order: (documents,) int64 document numbers, pack after pack, step after step.
-        positions: (documents,) place of each document of `order` in the epoch's seeded order.
+        order: (items,) int64 item numbers, pack after pack, step after step.
+        positions: (items,) place of each item of `order` in the epoch's seeded order.
         pack_offsets: (packs + 1,) int64 start of each pack in `order`.
         step_offsets: (steps + 1,) int64 index of the first pack of each step.
         dropped: numbers of the documents dropped by `tail="drop"`, in their order.
@@ -83,6 +89,7 @@ class Plan:
     seed: int
     epoch: int
     cost_model: CostModel
+    items: Items | None
     slots: Integers
     balanced: CostModel
     window: int
@@ -121,7 +128,12 @@ class Plan:
     @property
     def num_documents(self) -> int:
         """Number of documents in the epoch's steps, including `carried_in`, without `dropped` and `carried`."""
-        return len(self.order)
+        return len(self.document_order)
+
+    @cached_property
+    def document_order(self) -> Integers:
+        """(documents,) int64 document numbers, pack after pack, step after step."""
+        return self.order if self.items is None else self.items.documents(self.order)
 
     @property
     def num_packs(self) -> int:
@@ -131,7 +143,12 @@ class Plan:
     @property
     def longest(self) -> int:
         """Number of slots of the longest document, planned or not: a constant for kernels."""
-        return int(self.slots.max())
+        return int((self.slots if self.items is None else self.items.lengths).max())
+
+    @property
+    def min_prefix(self) -> int | None:
+        """Shortest beginning that documents share; None = they share none. The collator must use the same."""
+        return None if self.items is None else self.items.min_prefix
 
     def __repr__(self) -> str:
         return (
@@ -141,13 +158,26 @@ class Plan:
 
     def documents(self, step: int) -> Integers:
         """(documents of the step,) int64 document numbers, which do not depend on the number of ranks."""
-        first, last = self._packs_of(step)
-        return self.order[self.pack_offsets[first] : self.pack_offsets[last]]
+        items = self.packs(step).order
+        return items if self.items is None else self.items.documents(items)
 
     def packs(self, step: int) -> Packs:
-        """The packs of a step as planned: at most `packs_per_step`, none of them empty."""
+        """The packs of a step as planned, of items: at most `packs_per_step`, none of them empty."""
         first, last = self._packs_of(step)
-        return Packs(self.documents(step), self.pack_offsets[first : last + 1] - self.pack_offsets[first])
+        bounds = self.pack_offsets[first : last + 1]
+        return Packs(self.order[bounds[0] : bounds[-1]], bounds - bounds[0])
+
+    def of_documents(self, packs: Packs) -> Packs:
+        """Packs of documents from packs of items."""
+        return packs if self.items is None else self.items.packs_of_documents(packs)
+
+    def attention(self, items: Integers) -> AttentionPairs | None:
+        """That of these items, for `cost_model`; None = each is one document."""
+        return None if self.items is None else self.items.attention.take(items)
+
+    def costs(self, items: Integers) -> Integers:
+        """(items,) int64 cost of these items."""
+        return self.cost_model.cost(self.slots[items], self.attention(items))
 
     def tokens(self, step: int) -> int:
         """Number of tokens of a step's documents."""
@@ -181,7 +211,7 @@ class Plan:
         return micro_batches_of(self.packs_per_step, data_parallel_size)
 
     def deal(self, step: int, data_parallel_size: int, sync: Sync = "micro") -> Packs:
-        """Assign a step's documents to ranks: micro_batches × ranks packs, balanced at each sync point.
+        """Assign a step's items to ranks: micro_batches × ranks packs, balanced at each sync point.
 
         Args:
             step: index of the global step in the epoch.
@@ -200,7 +230,9 @@ class Plan:
             ValueError: there are more ranks than packs in a step, or `sync` is unknown.
         """
         packs, turn = self.packs(step), int(self._turns[step])
-        return deal_packs(packs, self.slots, self.balanced, self.options, data_parallel_size, sync, turn)
+        slots, attention = self.slots[packs.order], self.attention(packs.order)
+        costs = self.balanced.cost(slots, attention)
+        return deal_packs(packs, slots, costs, self.options, data_parallel_size, sync, turn)
 
     @cached_property
     def _turns(self) -> Integers:
@@ -233,7 +265,7 @@ class Plan:
 
 
 def plan(
-    lengths: ArrayLike,
+    lengths: ArrayLike | Items,
     *,
     options: PlanOptions | None = None,
     targets: ArrayLike | None = None,
@@ -249,7 +281,8 @@ def plan(
     """Plan an epoch: documents into global steps, and each step's documents into packs.
 
     Args:
-        lengths: (documents,) tokens of each document.
+        lengths: (documents,) tokens of each document; or the items of the epoch, which then have targets, weights and
+            carried documents themselves, and are in order.
         options: every option at once, instead of or below the keywords.
         targets: (documents,) target tokens of each document; None = length − 1. Changes no step.
         weights: (documents,) weight of each document in the loss, at least 0; None = 1. Changes no step.
@@ -273,22 +306,37 @@ def plan(
     steps = None if steps is None else check_integer("steps", steps)
     check_choice("loss_weighting", loss_weighting, LossWeighting)
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
-    checked = check_lengths(lengths, chosen.capacity, chosen.align)
-    slots = chosen.slots(checked)
-    balanced = chosen.balanced_cost(cost_model, slots)
+    items = lengths if isinstance(lengths, Items) else None
+    if isinstance(lengths, Items):
+        targets, weights, carried = lengths.targets, lengths.weights, lengths.carried_in
+        checked = check_lengths(lengths.lengths)  # of a pair, both answers: distinct tokens may be fewer
+    else:
+        checked = check_lengths(lengths, chosen.capacity, chosen.align)
     counts = None if targets is None else check_targets(targets, checked)
     weighted = None if weights is None else check_weights(weights, len(checked))
     opening = check_carried(carried, len(checked))
-    most_documents = chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0)
-    own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
-    sequence = np.concatenate([opening, own]).astype(np.uint32 if len(checked) < 1 << 32 else np.int64)
-    del own
+    if items is None:
+        slots = chosen.slots(checked)
+        most_documents = chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0)
+        own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
+        sequence = np.concatenate([opening, own]).astype(np.uint32 if len(checked) < 1 << 32 else np.int64)
+        del own
+    else:
+        slots, most_documents = check_lengths(items.slots, chosen.capacity), items.most_documents
+        sequence = np.arange(len(slots))
+    balanced = chosen.balanced_cost(cost_model, slots)
+
+    def price(entries: Integers, sizes: Integers) -> Integers:
+        return balanced.cost(sizes, None if items is None else items.attention.take(entries))
+
     ends = offsets_of(slots[sequence])
-    rules = StepRules(chosen, balanced.cost, seed, epoch, even=chosen.tail == "keep")
+    rules = StepRules(chosen, price, seed, epoch, even=chosen.tail == "keep")
     made, window = divide_epoch(ends, rules, steps)
     del ends
     left = sequence[made.left(len(sequence))].astype(np.int64)
+    left = left if items is None else items.documents(left)
     nothing, key = np.empty(0, dtype=np.int64), chosen.key(balanced, steps)
+    key |= {} if items is None else items.key
     return Plan(
         lengths=checked,
         target_counts=counts,
@@ -298,6 +346,7 @@ def plan(
         seed=seed,
         epoch=epoch,
         cost_model=cost_model,
+        items=items,
         slots=slots,
         balanced=balanced,
         window=window,

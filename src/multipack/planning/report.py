@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning import histogram
+from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.lengths import Packs, check_integer, check_lengths
+from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import Sync
 from multipack.planning.plan import Plan
 from multipack.planning.steps import BATCHES, permutation
@@ -62,8 +63,12 @@ class PlanReport:
     """Number of documents left for the next epoch."""
     split_documents: int
     """Number of documents that were truncated or split before planning because they were longer than a pack."""
+    slots: int
+    """Number of slots that the documents in the steps take: their tokens, each common beginning of an item once."""
+    minimum_slots: int
+    """Proven lower bound on the slots of any packs of these documents."""
     efficiency: float
-    """Share of slots (steps × packs_per_step × capacity) that hold tokens."""
+    """Tokens over slots (steps × packs_per_step × capacity); above 1 where documents share beginnings."""
     efficiency_but_last: float
     """Efficiency without the last step, which may be small; of all steps if there is only one."""
     padding: float
@@ -131,9 +136,14 @@ def report(
     world, order, count = data_parallel_size, made.order, made.num_steps
     steps = even(count, count if sample is None else check_integer("sample", sample))
     planned, moved = made.slots[order], displacement(made)
-    tokens, last = int(made.lengths[order].sum()), made.tokens(count - 1) if count > 1 else 0
-    limit = made.options.max_documents or len(planned)
-    packs = histogram.simple_bound(histogram.count(planned), made.capacity, limit)
+    tokens, slots = int(made.lengths[made.document_order].sum()), int(planned.sum())
+    last = made.tokens(count - 1) if count > 1 else 0
+    if made.items is None:
+        limit, least = made.options.max_documents or len(planned), slots
+        packs = histogram.simple_bound(histogram.count(planned), made.capacity, limit)
+    else:  # other items may share more; without those that are left, the bound is lower by their slots at most
+        least = made.items.least_slots - (int(made.slots.sum()) - slots)
+        packs = -(-max(least, 1) // made.capacity)
     return PlanReport(
         data_parallel_size=world,
         sync=sync,
@@ -148,16 +158,18 @@ def report(
         dropped_tokens=int(made.lengths[made.dropped].sum()),
         carried_documents=len(made.carried),
         split_documents=split_documents,
+        slots=slots,
+        minimum_slots=least,
         efficiency=efficiency(tokens, count, made.packs_per_step, made.capacity),
         efficiency_but_last=efficiency(tokens - last, max(count - 1, 1), made.packs_per_step, made.capacity),
-        padding=1 - efficiency(tokens, count, world * made.micro_batches(world), made.capacity),
+        padding=1 - efficiency(min(tokens, slots), count, world * made.micro_batches(world), made.capacity),
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
         late_share=float(np.mean(moved > made.options.window)),
         longest_wait=longest_wait(made),
         mean_length_spread=mean_length_spread(made),
-        kappa=kappa(planned, made.cost_model.cost(planned)),
+        kappa=kappa(planned, made.costs(order)),
         seconds=made.seconds,
         **_balance(made, steps, world, sync),
     )
@@ -165,7 +177,8 @@ def report(
 
 def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
     """The fields of a report that depend on the assignment to ranks, measured over these steps."""
-    slots, costs = made.slots, made.cost_model.cost(made.slots)
+    slots, costs = made.slots, made.costs(np.arange(len(made.slots)))
+    attention = None if made.items is None else made.items.attention
     rows: list[tuple[Integers, ...]] = []
     micro_batches, least, seconds = made.micro_batches(ranks), 0, 0.0
     for step in steps.tolist():
@@ -175,7 +188,7 @@ def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, A
         )
         inside = dealt.order
         least += least_step_cost(slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
-        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync) or 0.0
+        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync, attention) or 0.0
     tokens, cost, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
     reached, ceiling = utilization(cost), min(1.0, int(cost.sum()) / (ranks * least))
     imbalance = cost.max(axis=1) * ranks / cost.sum(axis=1).clip(1)
@@ -193,20 +206,30 @@ def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, A
 
 
 def predicted_seconds(
-    cost_model: CostModel, slots: Integers, dealt: Packs, ranks: int, sync: Sync
+    cost_model: CostModel,
+    slots: Integers,
+    dealt: Packs,
+    ranks: int,
+    sync: Sync,
+    attention: AttentionPairs | None = None,
 ) -> float | None:
     """Predicted seconds of a step's forward and backward passes, with ranks that wait at each sync point.
 
     Args:
         cost_model: a model fitted to measured times; without times the result is None.
-        slots: (documents,) slots of each document.
+        slots: (all items,) slots of each item.
         dealt: the step's packs for all ranks.
         ranks: number of data-parallel ranks.
         sync: where ranks wait for each other.
+        attention: of all items, as in `CostModel.cost`.
     """
     if cost_model.timed is None:
         return None
-    each = np.array([cost_model.seconds(slots[pack]) if len(pack) else 0.0 for pack in dealt])
+    each = np.zeros(len(dealt))
+    for number, pack in enumerate(dealt):
+        if len(pack):
+            inside = None if attention is None else attention.take(pack)
+            each[number] = cost_model.seconds(slots[pack], inside)
     return float(rank_loads(each, ranks, sync).max(axis=1).sum())
 
 
@@ -250,9 +273,11 @@ def mean_length_spread(plan: Plan) -> float | None:
     similar than random ones; above 1, documents of similar length share steps. None where random steps would not
     differ: one step, or documents of one length.
     """
-    lengths = plan.lengths[plan.order]
-    first = plan.pack_offsets[plan.step_offsets[:-1]]
-    sizes = np.diff(plan.pack_offsets[plan.step_offsets])
+    lengths = plan.lengths[plan.document_order]
+    bounds = plan.pack_offsets[plan.step_offsets]
+    if plan.items is not None:
+        bounds = offsets_of(plan.items.members.sizes()[plan.order])[bounds]
+    first, sizes = bounds[:-1], np.diff(bounds)
     means = np.add.reduceat(lengths, first) / sizes
     documents, mean = len(lengths), lengths.mean()
     variance = float(((lengths - mean) ** 2).sum()) / max(documents - 1, 1)
@@ -266,11 +291,21 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
     `max_documents` limits packs): up to half a step is no displacement.
     """
-    limit, by_place = plan.options.max_documents, np.argsort(plan.positions)
-    share = np.maximum(plan.slots[plan.order[by_place]], plan.capacity // limit if limit else 1)
+    limit, places, sizes, steps = (
+        plan.options.max_documents,
+        plan.positions,
+        plan.slots[plan.order],
+        _steps(plan),
+    )
+    if plan.items is not None:
+        entries = plan.items.entries(plan.order)
+        places, sizes = plan.items.places[entries], plan.lengths[plan.items.members.order[entries]]
+        steps = np.repeat(steps, plan.items.members.sizes()[plan.order])
+    by_place = np.argsort(places)
+    share = np.maximum(sizes[by_place], plan.capacity // limit if limit else 1)
     place = np.empty(len(share))
     place[by_place] = (np.cumsum(share) - share / 2) * plan.num_steps / share.sum()
-    return np.abs(_steps(plan) + 0.5 - place)
+    return np.abs(steps + 0.5 - place)
 
 
 def longest_wait(plan: Plan) -> int:
@@ -280,7 +315,7 @@ def longest_wait(plan: Plan) -> int:
 
 
 def _steps(plan: Plan) -> Integers:
-    """(documents,) step of each document, in plan order."""
+    """(items,) step of each item, in plan order."""
     return np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
 
 
@@ -299,6 +334,6 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
 
 
 def seeded_order(plan: Plan, step: int) -> Integers:
-    """(documents of the step,) document numbers in the order of the plan's epoch."""
-    documents, first = plan.documents(step), plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
-    return documents[np.argsort(plan.positions[first : first + len(documents)])]
+    """(items of the step,) item numbers in the order of the plan's epoch."""
+    items, first = plan.packs(step).order, plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
+    return items[np.argsort(plan.positions[first : first + len(items)])]

@@ -77,7 +77,9 @@ class StepRules:
     """Settings shared by all windows of an epoch or a stream."""
 
     options: PlanOptions
-    price: Callable[[Integers], Integers]  # slots of documents → costs that are balanced between packs
+    price: Callable[
+        [Integers, Integers], Integers
+    ]  # entries and their slots → costs that packs are balanced in
     seed: int
     epoch: int
     even: bool  # whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible
@@ -210,7 +212,7 @@ def _window(
     slots = ends[positions + 1] - ends[positions]
     order = longest_first(slots)
     positions, slots = positions[order], slots[order]
-    costs = rules.price(slots)
+    costs = rules.price(positions, slots)
     room = min(options.capacity, int(slots.sum()))
     spare = packs * room - aim
     wanted, last = positions < stop, stop == len(ends) - 1

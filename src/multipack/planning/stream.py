@@ -119,7 +119,9 @@ class StreamStep:
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
         options, slots = self._stream.options, self._stream.options.slots(self.lengths)
-        return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync, self.number)
+        slots = slots[self.packs.order]
+        costs = self._balanced.cost(slots)
+        return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, however far it was read ahead: plain values."""
@@ -152,6 +154,7 @@ class PackStream:
         align: multiple that each document is padded to; the collator must use the same.
         most_documents: maximum number of documents of a pack.
         longest: maximum number of slots of a document.
+        min_prefix: None: documents share no beginnings.
         longest_wait: maximum number of steps so far from the window that first deferred a document to its step.
 
     Raises:
@@ -178,7 +181,7 @@ class PackStream:
         check_choice("loss_weighting", loss_weighting, LossWeighting)
         self.options, self.loss_weighting, self.weights = chosen, loss_weighting, None
         self.seed = check_integer("seed", seed, None)
-        self.align, self.longest = chosen.align, chosen.longest
+        self.align, self.longest, self.min_prefix = chosen.align, chosen.longest, None
         most = chosen.capacity // chosen.align
         self.most_documents = min(chosen.max_documents or most, most)
         self._documents, self._length, self._targets = documents, length, targets
@@ -300,7 +303,7 @@ class PackStream:
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
             steps = min(extend(int(ends[-1]), len(slots)), len(slots))
-        rules = StepRules(options, balanced.cost, self.seed, queue.epoch, even=keep)
+        rules = StepRules(options, lambda _, slots: balanced.cost(slots), self.seed, queue.epoch, even=keep)
         made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
         counts = np.diff(made.pack_offsets[made.step_offsets])
         step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.lengths import check_integer
 from multipack.planning.report import seeded_order
+from multipack.reports.tree_picture import draw_trees
 
 if TYPE_CHECKING:
     from multipack.planning.lengths import Packs
@@ -38,7 +39,7 @@ def draw_step(
     max_documents: int = 24,
     max_packs: int = 8,
 ) -> str:
-    """Draw the documents of a step three times: in order, padded, packed.
+    """Draw the documents of a step three times: in order, padded, packed; of items of several documents, the packs.
 
     Args:
         plan: the plan.
@@ -55,6 +56,16 @@ def draw_step(
     Raises:
         ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
     """
+    if plan.items is not None:
+        return draw_trees(
+            plan,
+            step,
+            letters=LETTERS,
+            tokens_per_character=tokens_per_character,
+            columns=columns,
+            max_documents=max_documents,
+            max_packs=max_packs,
+        )
     packs = plan.packs(step)
     scale = _scale(plan, packs, columns, tokens_per_character)
     documents = seeded_order(plan, step)

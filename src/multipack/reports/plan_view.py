@@ -84,7 +84,7 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     ]
     pack_of = np.repeat(np.arange(len(places)), [len(each) for each in places])
     inside = np.concatenate(places)
-    lengths = made.lengths[made.order[inside]]
+    lengths = (made.lengths if made.items is None else made.slots)[made.order[inside]]
     below = [np.cumsum(part) - part for part in (made.slots[made.order[each]] for each in places)]
     place = np.argsort(np.argsort(made.positions[inside], kind="stable"))
     in_order = lengths[np.argsort(place)]
@@ -114,7 +114,7 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
         found.sync,
         made.micro_batches(found.data_parallel_size),
     )
-    costs = made.cost_model.cost(made.slots)
+    costs = made.costs(np.arange(len(made.slots)))
     steps = even(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
     cells, marks, waits, least = [], [], [], []
     for step in steps.tolist():
@@ -140,7 +140,7 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
 
 def _histogram(made: Plan) -> dict[str, Any]:
     """Documents by length, in bars of equal width on a logarithmic axis."""
-    lengths = made.lengths[made.order]
+    lengths = made.lengths[made.document_order]
     low, high = int(lengths.min()), int(lengths.max())
     edges = np.unique(np.round(np.geomspace(low, high + 1, BINS + 1)).astype(np.int64))
     counts, _ = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, low + 1]))
@@ -150,13 +150,15 @@ def _histogram(made: Plan) -> dict[str, Any]:
 def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
     """Fill, balance and randomness as positions from 0 to 1, with ceilings, marks of the scale, and text."""
     best = found.tokens / (max(found.minimum_steps, 1) * made.packs_per_step * made.capacity)
+    best = min(best, max(found.tokens / found.minimum_slots, 1.0))
+    filled = "real tokens over slots" if found.slots < found.tokens else "of the slots hold tokens"
     marks = [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)]
     fill = {
         "name": "fill",
         "value": nines(found.efficiency),
-        "ceiling": nines(min(best, 1.0)),
+        "ceiling": nines(best),
         "shown": f"{100 * found.efficiency:.2f} %",
-        "text": f"of the slots hold tokens; ceiling {100 * min(best, 1.0):.2f} %",
+        "text": f"{filled}; ceiling {100 * best:.2f} %",
         "marks": marks,
     }
     balance = {

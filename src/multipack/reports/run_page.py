@@ -274,10 +274,11 @@ def plan_figures(plan: Any) -> Rows:
     if not isinstance(plan, dict):
         return []
     value = {name: _number(each) for name, each in plan.items()}
+    shares = value.get("efficiency", 0.0) > 1
     texts = {
         "packs": "{packs:,.0f}; proven lower bound {minimum_packs:,.0f}",
         "global steps": "{steps:,.0f}; proven lower bound {minimum_steps:,.0f}",
-        "fill": "{efficiency:.2%} of the slots hold tokens",
+        "fill": "{efficiency:.2%} " + ("real tokens over slots" if shares else "of the slots hold tokens"),
         "balance": "{cost_utilization:.2%} mean cost of a rank over maximum; ceiling {cost_utilization_ceiling:.2%}",
         "randomness": "99 % of the documents are at most {displacement_p99:.1f} steps from their place in the order",
         "dropped": "{dropped_documents:,.0f} documents",

@@ -85,9 +85,10 @@ def report_rows(
         ("global steps", f"{report.steps:,} ({bound} {report.minimum_steps:,})"),
         (
             "packing efficiency",
-            f"{report.efficiency:.2%} of all slots hold tokens;"
+            f"{report.efficiency:.2%} {_filled(report)};"
             f" {report.efficiency_but_last:.2%} without the last step",
         ),
+        *_shared_row(report),
         *(_balance_rows(report, ranks) if ranks > 1 else []),
         *_order_rows(report),
         ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
@@ -107,9 +108,23 @@ def report_rows(
     ]
 
 
+def _filled(report: PlanReport) -> str:
+    """Return what the packing efficiency is a share of; above 1 it is none."""
+    return "real tokens over slots" if report.slots < report.tokens else "of the slots hold tokens"
+
+
+def _shared_row(report: PlanReport) -> Rows:
+    """Return the row about documents that share their beginnings, if they do."""
+    if report.slots >= report.tokens:
+        return []
+    bound = f"no packs of these documents have fewer than {report.minimum_slots:,}"
+    most = f"at most {report.tokens / report.minimum_slots:.1%}"
+    return [("shared", f"{report.tokens:,} tokens in {report.slots:,} slots; {bound}: {most}")]
+
+
 def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
     """Return what a plan reaches, in one line."""
-    found = f"{report.efficiency:.1%} of the slots hold tokens ({padded_share:.1%} in padded batches)"
+    found = f"{report.efficiency:.1%} {_filled(report)} ({padded_share:.1%} in padded batches)"
     if ranks == 1:
         return found
     ceiling = f"no arrangement exceeds {report.cost_utilization_ceiling:.1%}"

@@ -245,7 +245,7 @@ class StepApplier:
         self.loss = metrics["loss"]
         (middle, ended), clock = marks, self.engine.clock
         seconds, self._mark = clock.seconds(self._mark, ended), ended
-        flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
+        flops, peak = self.cost_model.flops(*data.computed), self.peak_flops * self.world.size
         values = {
             "step": step,
             "dto": clock.seconds(middle, ended),

@@ -22,6 +22,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader, prefetched
 from multipack.parallel.mesh import Mesh
+from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
 from multipack.planning.options import Sync
@@ -47,6 +48,7 @@ class StepData:
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
         predicted_seconds: forward and backward passes of the most loaded rank; None unless the cost was fitted to
             measured times.
+        computed: slots of what the model computes, and its attention, for `CostModel.flops`.
         packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
         index: of the step in its epoch's plan, from 0.
@@ -60,6 +62,7 @@ class StepData:
     lengths: NDArray[np.int64]
     cost_spread: float
     predicted_seconds: float | None
+    computed: tuple[NDArray[np.int64], AttentionPairs | None]
     packs: Packs
     wait_seconds: float
     index: int
@@ -124,14 +127,17 @@ class EpochFeed:
         sampler, plan = self.sampler, self.sampler.plan
         micro_batches = [next(batches) for _ in range(sampler.micro_batches)]
         documents, dealt = plan.documents(index), sampler.deal_of(index)
+        slots, attention = plan.slots[dealt.order], plan.attention(dealt.order)
+        every = None if plan.items is None else plan.items.attention
         return StepData(
             micro_batches=micro_batches,
             target_tokens=plan.targets(index),
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            **_predictions(plan.cost_model, plan.slots, dealt, sampler.world_size, sampler.sync),
-            packs=dealt,
+            **_predictions(plan.cost_model, plan.slots, every, dealt, sampler.world_size, sampler.sync),
+            computed=(plan.lengths[documents] if attention is None else slots, attention),
+            packs=sampler.documents_of(index),
             wait_seconds=self._clock() - began,
             index=index,
             plan=plan,
@@ -237,7 +243,8 @@ class StreamFeed:
             denominator=step.denominator,
             documents=step.positions,
             lengths=step.lengths,
-            **_predictions(self._cost_model, slots, dealt, ranks, self._sync),
+            **_predictions(self._cost_model, slots, None, dealt, ranks, self._sync),
+            computed=(step.lengths, None),
             packs=Packs(step.positions[dealt.order], dealt.offsets),
             wait_seconds=self._clock() - began,
             index=step.number,
@@ -267,13 +274,19 @@ class StreamFeed:
 
 
 def _predictions(
-    cost_model: CostModel, slots: NDArray[np.int64], dealt: Packs, ranks: int, sync: Sync
+    cost_model: CostModel,
+    slots: NDArray[np.int64],
+    attention: AttentionPairs | None,
+    dealt: Packs,
+    ranks: int,
+    sync: Sync,
 ) -> dict[str, Any]:
     """`cost_spread` and `predicted_seconds` of a step; arguments as of `predicted_seconds`."""
-    costs = cost_model.cost(slots[dealt.order])  # of this step's documents only
+    of_step = None if attention is None else attention.take(dealt.order)
+    costs = cost_model.cost(slots[dealt.order], of_step)  # of this step's items only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = rank_loads(packs.totals(costs), ranks, sync)
     return {
         "cost_spread": float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0),
-        "predicted_seconds": predicted_seconds(cost_model, slots, dealt, ranks, sync),
+        "predicted_seconds": predicted_seconds(cost_model, slots, dealt, ranks, sync, attention),
     }

@@ -75,7 +75,7 @@ def step_metrics(
         "tps": tokens / time,
         "tps_per_device": tokens / time / devices,
         "target_tokens": data.target_tokens,
-        "padding": 1.0 - tokens / max(slots, 1),
+        "padding": max(1.0 - int(data.computed[0].sum()) / max(slots, 1), 0.0),
         "memory": peak_memory_bytes() / 2**30,
         "cost_spread": data.cost_spread,
     }

@@ -121,9 +121,7 @@ class Objective:
     def collator(self, sampler: PackedBatchSampler) -> PackedCollator | PreferenceCollator:
         """Build the collator for a sampler's packs."""
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
-        data = self.config.data
-        least = None if data.share_prefixes == "off" else data.min_prefix
-        return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple, least)
+        return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
         """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""

@@ -11,6 +11,7 @@ from torch.utils.data import Subset
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.data.shared_prefixes import planned_items
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.readers import open_loader
 from multipack.planning.cost import CostModel
@@ -76,11 +77,11 @@ class PackLoaders:
     def sampler(self, documents: Documents, **changes: Any) -> PackedBatchSampler:
         """This rank's packs of documents; `changes` replace options of the planner."""
         config, ranks = self._config, self._mesh.data_size
+        options = replace(config.plan.for_ranks(ranks), **changes)
+        source = planned_items(documents, config.data, options, self._cost_model)
         return PackedBatchSampler(
-            documents.lengths,
-            options=replace(config.plan.for_ranks(ranks), **changes),
-            targets=documents.target_counts,
-            weights=documents.weights,
+            **source,
+            options=options,
             rank=self._mesh.data_rank,
             world_size=ranks,
             seed=config.train.seed,

@@ -90,7 +90,8 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
     held = f"; for validation {corpus.validation_files}" if corpus.validation_files else held
     if measured is not None:
         found, share = measured
-        plan += f": {found.efficiency:.1%} filled (padded rows: {share:.1%})"
+        filled = "real tokens over slots" if found.slots < found.tokens else "filled"
+        plan += f": {found.efficiency:.1%} {filled} (padded rows: {share:.1%})"
         plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
     divided = rows["parallel"].removeprefix("none: ")

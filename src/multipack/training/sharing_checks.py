@@ -20,6 +20,11 @@ def check_sharing(config: Any) -> None:
         raise ValueError(
             f"plan.align={config.plan.align} pads each document, which {given} divides: use plan.align=1"
         )
+    if config.plan.max_documents:
+        raise ValueError(
+            f"plan.max_documents={config.plan.max_documents} counts documents, and {given} places several at once: use"
+            " plan.max_documents=0"
+        )
     if parallel.context > 1 and parallel.context_method not in ("ulysses", "auto"):
         raise ValueError(
             f"parallel.context_method={parallel.context_method} divides documents, which {given} lets share tokens:"

@@ -1,0 +1,52 @@
+"""`AttentionPairs`: what attention costs in items of several documents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def windowed_pairs(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+    """2·Σ_{t ≤ l} min(t, window) for each document."""
+    inside = np.minimum(lengths, window)
+    return inside * (inside + 1) + 2 * window * (lengths - inside)
+
+
+class AttentionPairs(NamedTuple):
+    """Attention of n items of documents that share their beginnings: (n,) int64 arrays.
+
+    Attributes:
+        pairs: query-key pairs, counted twice: Σ l(2p + l + 1) over nodes of l tokens behind p. One document: l(l + 1).
+        windowed: those inside a window of the cost model's size, Σ 2·min(t, window) over the tokens at place t.
+        documents: number of documents.
+    """
+
+    pairs: NDArray[np.int64]
+    windowed: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, lengths: NDArray[np.int64], shared: NDArray[np.int64] | int = 0, window: int = 0
+    ) -> AttentionPairs:
+        """That of documents, of whose tokens the `shared` first ones are computed in another one.
+
+        Args:
+            lengths: (n,) tokens of each document.
+            shared: (n,) number of these tokens.
+            window: of the cost model, in tokens; 0 = none.
+        """
+        shared = np.broadcast_to(shared, lengths.shape)
+        pairs = lengths * (lengths + 1) - shared * (shared + 1)
+        windowed = (
+            windowed_pairs(lengths, window) - windowed_pairs(shared, window)
+            if window
+            else np.zeros_like(pairs)
+        )
+        return cls(pairs, windowed, np.ones_like(pairs))
+
+    def take(self, items: NDArray[np.integer[Any]]) -> AttentionPairs:
+        """That of these items."""
+        return AttentionPairs(*(each[items] for each in self))
