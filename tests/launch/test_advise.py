@@ -106,6 +106,12 @@ def test_adapters_beside_quantized_weights_come_before_offload():
     weights = 6.98e9 * 4.127 / 8 + 128_256 * 4096 * 6 + 42e6 * 4
     assert given.chosen.memory.parameters == pytest.approx(weights, rel=0.01)
     assert given.chosen.memory.optimizer == pytest.approx(42e6 * 8, rel=0.01)
+    bytes_each = advised(
+        "model=llama-8b", "devices=1", "memory=24GiB", "adapter=lora", "adapter.quantize=int8"
+    )
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)  # one float32 scale each
+    expected = 6.98e9 + 4 * rows + 128_256 * 4096 * 6 + 42e6 * 4
+    assert bytes_each.rows[0].memory.parameters == pytest.approx(expected, rel=0.01)
     lora = advised(
         "model=llama-8b", "devices=1", "memory=48GiB", "adapter=lora", "adapter.targets=[q_proj,v_proj]"
     )

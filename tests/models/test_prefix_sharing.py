@@ -141,11 +141,20 @@ def test_a_pack_without_common_beginnings_is_as_before(documents):
         assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
-def test_lengths_that_decide_the_rotation_cannot_be_shared():
-    shape = dataclasses.replace(LLAMA, rope_type="dynamic", rope_factor=4.0, context=6)
-    documents = [Document(np.arange(9, dtype=np.uint16), np.array([[1, 9]]))] * 2
-    with pytest.raises(ValueError, match=r"rope_type=dynamic .*share_prefixes=off"):
-        Decoder(shape)(PackedCollator(2, 9, min_prefix=2)(documents))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_lengths_that_decide_the_rotation_are_those_of_whole_unshared_documents(kind):
+    factors = (1.0,) * LLAMA.rotary_width if kind == "longrope" else ()
+    shape = dataclasses.replace(
+        LLAMA, rope_type=kind, rope_factor=4.0, context=6, rope_context=6, rope_factors=factors
+    )
+    documents, model = [Document(np.arange(9, dtype=np.uint16), np.array([[1, 9]]))] * 2, Decoder(shape)
+    with pytest.raises(ValueError, match=rf"rope_type={kind} .*share_prefixes=off"):
+        model(PackedCollator(2, 9, min_prefix=2)(documents))
+    batch = PackedCollator(2, 18)(documents)
+    assert torch.isfinite(model(batch))
+    half = dataclasses.replace(batch, position_ids=batch.position_ids[:9])  # of one of two context ranks
+    with pytest.raises(ValueError, match=rf"rope_type={kind} .*parallel.context=1"):
+        model.rotation(half)
 
 
 def test_alignment_cannot_be_shared():

@@ -69,6 +69,15 @@ def test_losses_equal_those_of_a_run_that_shares_nothing(base, tmp_path, pairs, 
         (["plan.align=16"], r"plan\.align=16"),
         (["parallel.context=2", "parallel.context_method=planned"], r"context_method=planned .*ulysses"),
         (["model.rope_type=dynamic", "model.rope_factor=2", "model.context=64"], r"rope_type=dynamic"),
+        (
+            [
+                "model.rope_type=longrope",
+                "model.rope_factor=2",
+                "model.rope_context=64",
+                f"model.rope_factors=[{','.join('1' * 32)}]",
+            ],
+            r"rope_type=longrope .*plan\.capacity=64",
+        ),
         (["data.min_prefix=0"], r"data\.min_prefix=0"),
         (
             ["data.source=store", "data.path=x", "data.stream=true"],

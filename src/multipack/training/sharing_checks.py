@@ -30,8 +30,8 @@ def check_sharing(config: Any) -> None:
             f"parallel.context_method={parallel.context_method} divides documents, which {given} lets share tokens:"
             " use parallel.context_method=ulysses"
         )
-    if model.rope_type == "dynamic" and model.rope_factor != 1.0 and config.plan.longest > model.context:
+    if (name := model.rotation_limit) and config.plan.longest > (limit := getattr(model, name)):
         raise ValueError(
-            f"model.rope_type=dynamic rotates documents longer than model.context={model.context:,} by their length,"
-            f" and shared tokens are of several: use plan.capacity={model.context} with {given}"
+            f"model.rope_type={model.rope_type} rotates documents longer than model.{name}={limit:,} by their length,"
+            f" and shared tokens are of several: use plan.capacity={limit} with {given}"
         )
