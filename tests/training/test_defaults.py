@@ -99,6 +99,12 @@ def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):
     assert resolved("cuda", *words)[0].train.fixed_shape == "false"
 
 
+def test_packs_have_the_shape_that_the_run_chose(trainer):
+    run = trainer("train.dtype=bf16")
+    assert run.config.train.fixed_shape == "true"
+    assert {batch.num_slots for batch in next(iter(run.feed)).micro_batches} == {run.config.plan.capacity}
+
+
 def test_booleans_of_yaml_files_are_choices(tmp_path):
     (tmp_path / "a.yaml").write_text("train: {fixed_shape: true, compile: false, resume: false}\n")
     train = compose([f"config={tmp_path / 'a.yaml'}"]).train
