@@ -36,7 +36,8 @@ class Asked:
         """Whether the figure was reached; None where it was not measured."""
         if self.reached is None:
             return None
-        return self.reached <= self.asked if self.at_most else self.reached >= self.asked
+        # Values may be numpy's, whose comparisons are not `True`.
+        return bool(self.reached <= self.asked if self.at_most else self.reached >= self.asked)
 
 
 @dataclass
