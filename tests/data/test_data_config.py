@@ -8,7 +8,7 @@ REFUSALS = [
     ({"source": "jsnl"}, r"data\.source='jsnl'.*nearest: jsonl"),
     ({"documents": "blank"}, r"data\.documents='blank'.*nearest: blank_line"),
     ({"overlong": "cut"}, r"data\.overlong='cut'"),
-    ({"path": "x.txt"}, r"data\.path=x\.txt.*data\.source=text"),
+    ({"path": "x.txt"}, r"data\.path=x\.txt.*set data=text"),
     ({"source": "mixture", "path": "x", "paths": ["x", "y"]}, r"data\.path=x.*data\.paths"),
     ({"source": "text"}, r"data\.source=text needs data\.path"),
     ({"part": "test"}, r"data\.part=test.*huggingface"),

@@ -35,9 +35,7 @@ def _save_decoder(world, path, files):
 
 def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
-    fields = SHAPE.to_dict().items()
-    words = [f"model.{name}={list(each) if isinstance(each, tuple) else each}" for name, each in fields]
-    values = config_yaml(compose(words))
+    values = config_yaml(compose([f"model.{name}={value}" for name, value in SHAPE.to_dict().items()]))
     run.create(values)
     files = {"config.yaml": values, "tokenizer.json": byte_tokenizer().to_json()}
     pools(2).run(_save_decoder, run.path, files)

@@ -142,7 +142,7 @@ def pairs(tmp_path_factory):
     "parallel", ["parallel.data=zero3", pytest.param("parallel.tensor=2", marks=pytest.mark.slow)]
 )
 def test_preferences_are_trained_on_divided_models(check, steady, pairs, tmp_path, parallel):
-    printed = check(2, [*steady, *pairs], parallel)
+    printed = check(2, [*steady, *pairs, "log.verbose=true"], parallel)
     assert "pairs computed" in " ".join(printed.split())
     assert "val_reward_margin" in records_of(tmp_path / "found")[-1]
 

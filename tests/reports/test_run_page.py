@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_left_out_and_named(written):
 @pytest.mark.parametrize(
     ("break_run", "message"),
     [
-        (lambda path: shutil.rmtree(path), "is neither a run directory"),
+        (lambda path: shutil.rmtree(path), "there is no folder"),
         (lambda path: (path / "config.yaml").unlink(), "is neither a run directory"),
         (lambda path: (path / "config.yaml").write_bytes(b"\xff{"), "cannot be read"),
         (lambda path: (path / "config.yaml").write_text("- 1\n"), "must hold"),

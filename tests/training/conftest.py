@@ -84,8 +84,7 @@ def save_decoder():
 
     def save(path, model, tokenizer, **files):
         run = RunDirectory(path)
-        fields = model.shape.to_dict().items()
-        words = [f"model.{name}={list(each) if isinstance(each, tuple) else each}" for name, each in fields]
+        words = [f"model.{name}={value}" for name, value in model.shape.to_dict().items()]
         files = {"config.yaml": config_yaml(compose(words)), "tokenizer.json": tokenizer.to_json(), **files}
         run.create(files["config.yaml"])
         CheckpointWriter(run, World(), 0).save(1, {"model": dict(model.named_parameters())}, {}, files)

@@ -117,7 +117,7 @@ def test_the_chosen_dtype_is_kept_on_resume(monkeypatch, words, tmp_path, capsys
     times = {torch.float32: 1.0, torch.bfloat16: 2.0}
     monkeypatch.setattr(precision, "decoder_timer", lambda *given: lambda lengths: times[given[-1]])
     automatic = [word for word in words if not word.startswith("train.dtype")]
-    short = ["train.steps=1", "train.eval_every=0", f"out={tmp_path / 'run'}"]
+    short = ["train.steps=1", "train.eval_every=0", "log.verbose=true", f"out={tmp_path / 'run'}"]
     train(compose([*automatic, "train.dtype=auto", *short]))
     assert "in bf16 is 0.50 × as fast as in fp32" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(precision, "decoder_timer", lambda *_: pytest.fail("measured again"))

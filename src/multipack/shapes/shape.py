@@ -344,7 +344,7 @@ class ModelShape:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in config.yaml."""
-        return asdict(self)
+        return {**asdict(self), "rope_factors": list(self.rope_factors)}
 
 
 _LOWEST = {

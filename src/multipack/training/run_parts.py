@@ -202,8 +202,10 @@ def resolve(
         The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
     """
     corpus, capacity, optimizer = objective.corpus, config.plan.longest, config.optimizer
-    documents = corpus.train if len(corpus.train) else corpus.validation
-    lengths = [capacity] if corpus.arriving is not None else sample_lengths(documents.lengths, capacity)
+    lengths = [capacity]
+    if corpus.arriving is None:
+        documents = corpus.train if len(corpus.train) else corpus.validation
+        lengths = sample_lengths(documents.lengths, capacity)
     train, notes = device_settings(config, world, shape, lengths)
     if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
