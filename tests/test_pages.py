@@ -288,7 +288,7 @@ def counting():
             command,
             shown,
             id=command[28:],
-            marks=[pytest.mark.slow] * (not command.endswith("-n 4 data=zero3")),
+            marks=pytest.mark.slow,
         )
         for _, command, shown in CONSOLES
         if COUNTED.match(command)

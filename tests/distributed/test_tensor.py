@@ -115,8 +115,11 @@ def once(world, name, autocast):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2)),
-        *(("qwen3-one-key-head", 4), ("gemma3", 4), ("olmo2", 4), ("granite", 2)),
+        *(("gpt", 2), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2), ("gemma3", 4)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("gpt-no-bias-untied", 4), ("qwen3-one-key-head", 4), ("olmo2", 4), ("granite", 2))
+        ),
     ],
 )
 def test_equals_one_process(pools, name, size):

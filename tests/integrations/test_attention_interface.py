@@ -134,7 +134,13 @@ def check(model, inputs, logits, reference):
     assert max(distance(found[name], reference[name]) for name in found) < 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
+FAST = ("llama", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "llama4_text")
+"""Each kind of attention once."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_packed_equals_alone(name):
     """Logits and gradients, with bounds from each of their sources, with a cache and with a mask of ones."""
     docs = documents()

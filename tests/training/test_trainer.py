@@ -114,7 +114,7 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
     "more",
     [
         CALLBACKS,
-        ["optimizer.name=muon", "train.loss_weighting=document"],
+        pytest.param(["optimizer.name=muon", "train.loss_weighting=document"], marks=pytest.mark.slow),
         pytest.param(["optimizer.name=adamw_8bit"], marks=pytest.mark.slow),
         pytest.param(["optimizer.name=adamw_bf16"], marks=pytest.mark.slow),
     ],
@@ -361,7 +361,12 @@ def _best(out):
 
 
 @pytest.mark.parametrize(
-    ("more", "best"), [("train.keep_best=true", 2), ("train.patience=9", 2), ("train.keep_best=false", 3)]
+    ("more", "best"),
+    [
+        ("train.keep_best=true", 2),
+        pytest.param("train.patience=9", 2, marks=pytest.mark.slow),
+        pytest.param("train.keep_best=false", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_checkpoint_is_kept(words, tmp_path, val_losses, more, best):
     """Evaluations after which nothing is saved do not count."""
