@@ -14,7 +14,7 @@ from multipack.planning.packing import Packs
 from multipack.shapes import ModelShape
 from multipack.training import precision
 from multipack.training.feed import StepData
-from multipack.training.metrics import evaluation_line, format_line, step_line, step_metrics
+from multipack.training.metrics import evaluation_line, format_line, sample_line, step_line, step_metrics
 from multipack.training.precision import (
     choose_dtype,
     deterministic,
@@ -77,6 +77,18 @@ def test_a_step_and_an_evaluation_are_a_line():
         "evaluation after step 7: validation loss 1.5000 (perplexity 4.482), train loss 2.0000"
     )
     assert evaluation_line({"step": 0, "val_loss": 0.5}, tokens=False).endswith("validation loss 0.5000")
+    many = {"step": 4, "val_loss": 0.5, **{f"val_rewards_{index}": 0.25 for index in range(9)}}
+    line = evaluation_line(many, False, ["val_rewards_7"])
+    assert len(line) <= 100
+    assert line.endswith(", …")
+    assert line.index("val rewards 7") < line.index("val rewards 0")
+
+
+def test_a_sample_is_one_line():
+    line = sample_line("def f(x):\n    'Double it.'\n", "return 2 * x\n" * 20, 100)
+    assert "▌return 2 * x return" in line
+    assert "\n" not in line
+    assert len(line) < 100
 
 
 def test_the_dtype_auto_is_what_the_device_computes_natively(monkeypatch):

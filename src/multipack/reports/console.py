@@ -99,11 +99,12 @@ class Console:
         self.line(text if self.all_ranks else wrapped(text, self.columns))
 
     def section(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Print a heading and rows of aligned cells; the last cell is wrapped in its column."""
+        """Print a heading, if there is one, and rows of aligned cells; the last cell is wrapped in its column."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         indent = 2 + sum(width + 2 for width in widths)
-        self.line()
-        self.line(title, style="bold")
+        if title:
+            self.line()
+            self.line(title, style="bold")
         for *cells, last in rows:
             shown = last if self.all_ranks else wrapped(last, self.columns, indent)
             aligned = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]

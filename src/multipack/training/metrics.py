@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -107,17 +107,31 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
     return "  ".join([*parts, f"{duration(seconds_left)} left"])
 
 
-def evaluation_line(metrics: Mapping[str, float], tokens: bool = True) -> str:
-    """An evaluation as one line.
+def evaluation_line(
+    metrics: Mapping[str, float], tokens: bool = True, first: Sequence[str] = (), columns: int = 100
+) -> str:
+    """An evaluation as one line; metrics that do not fit are left out, and "…" says so.
 
     Args:
         metrics: record of the evaluation.
         tokens: whether losses are means over tokens, which have a perplexity.
+        first: names of metrics to put before the others.
+        columns: maximum width.
     """
-    named = {name: value for name, value in metrics.items() if name not in ("step", "val_loss")}
-    others = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in named.items()]
-    shown = ", ".join([loss_text(metrics["val_loss"], tokens), *others])
-    return f"evaluation after step {metrics['step']:.0f}: {shown}"
+    names = [name for name in (*first, *metrics) if name in metrics and name not in ("step", "val_loss")]
+    line = f"evaluation after step {metrics['step']:.0f}: {loss_text(metrics['val_loss'], tokens)}"
+    for name in dict.fromkeys(names):
+        part = f", {name.replace('_', ' ')} {metrics[name]:.4f}"
+        if len(line) + len(part) > columns - len(", …"):
+            return f"{line}, …"
+        line += part
+    return line
+
+
+def sample_line(prompt: str, completion: str, columns: int) -> str:
+    """The end of a prompt and the beginning of its completion as one line of less than `columns`."""
+    begun, written = " ".join(prompt.split())[-40:], " ".join(completion.split())
+    return f"{begun}▌{written}"[: columns - 8]
 
 
 def loss_text(loss: float, tokens: bool = True) -> str:

@@ -57,13 +57,14 @@ def print_header(run: Trainer, seconds: float) -> None:
     if run.config.log.verbose:
         _print_details(run, rows, measured)
     elif console.enabled:
-        console.section("run", brief_rows(run, dict(rows), measured))
+        console.section("", brief_rows(run, dict(rows), measured))
     for note in run.notes:
         if run.config.log.verbose or not note.startswith(DETAILS):
             console.paragraph(f"note: {note}")
     start = f"continuing after step {run.step}" if run.step else "starting"
     more = "" if run.config.log.verbose else "; log.verbose=true prints more"
-    console.line(f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{more}")
+    where = "" if run.config.log.verbose else f" in {run.run.path}"
+    console.line(f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{where}{more}")
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
@@ -100,12 +101,25 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
         ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
         ("documents", f"{rows['corpus']}{held}"),
-        *((name.replace(", training", ""), text) for name, text in corpus_notes(corpus)),
+        *_brief_notes(corpus),
         ("plan", plan),
         ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
         ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
-        ("folder", rows["run directory"]),
     ]
+
+
+def _brief_notes(corpus: Corpus) -> Rows:
+    """`corpus_notes`, with too long documents of training and validation in one row."""
+    train, held, rows = "too long, training", "too long, validation", []
+    notes = corpus_notes(corpus)
+    both = {train, held} <= {name for name, _ in notes}
+    for name, text in notes:
+        if name == train:
+            more = f"; validation: {corpus.validation_fit.documents:,}" if both else ""
+            rows.append(("too long", text + more))
+        elif name != held or not both:
+            rows.append((name, text))
+    return rows
 
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:

@@ -33,7 +33,7 @@ from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.foreign_checks import FOREIGN_NOTES, check_isolated
 from multipack.training.inference import complete_batch
-from multipack.training.metrics import evaluation_line, format_line
+from multipack.training.metrics import evaluation_line, format_line, sample_line
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak
 from multipack.training.progress import checked_progress
@@ -207,7 +207,8 @@ class Trainer(StepApplier):
         self.val_losses = {name: loss for name, loss in losses.items() if "/" in name}
         values |= {**losses, **self.val_metrics}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
-        brief = evaluation_line(values, tokens=not self.objective.legend)
+        first = [f"val_{name}" for name in self.objective.last_line]
+        brief = evaluation_line(values, not self.objective.legend, first, max(self.console.columns, 100))
         whole = f"evaluation {format_line(values)}"
         self.console.line(whole if self.config.log.verbose else brief, style="bold")
         if not math.isfinite(self.val_loss):
@@ -237,6 +238,8 @@ class Trainer(StepApplier):
         if self.files.log is not None:
             self.files.log.sample(self.step, text)
             self.callbacks.sample(self.step, text)
+        if not self.config.log.verbose:
+            text = sample_line(prompts[0], completion.text, self.console.columns)
         self.console.line("\n".join("    " + line for line in text.splitlines()))
 
     def save(self) -> None:
