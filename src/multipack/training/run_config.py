@@ -348,6 +348,7 @@ def resolve_weights(config: Config) -> Config:
     train, preference, architecture = config.train, config.preference, config.model.architecture
     if preference.reference:
         preference.reference = str(_weights(preference.reference, "preference.reference"))
+    given = train.init_from
     if architecture and not train.init_from and holds_weights(Path(architecture)):
         train.init_from = architecture
     if train.init_from:
@@ -362,6 +363,10 @@ def resolve_weights(config: Config) -> Config:
             config.tokenizer = TokenizerConfig("file", str(file))
     if config.adapter.name != "none" and (base := config.adapter.base or train.init_from):
         config.adapter.base = str(_weights(base, "adapter.base").resolve())
+        if given and train.resume == "false" and Path(train.init_from).resolve() != Path(config.adapter.base):
+            raise ConfigError(
+                f"train.init_from={given} is not read with adapter.base={base}: leave one of them out"
+            )
     return config
 
 
