@@ -75,7 +75,7 @@ def test_commands_of_the_planner_need_numbers_only(lengths, words):
     assert json.loads(found.stdout)
 
 
-@pytest.mark.parametrize("words", [("train",), ("config",), ("prepare", "data=stdlib"), ("plan", "a.store")])
+@pytest.mark.parametrize("words", [("train",), ("prepare", "data=stdlib"), ("plan", "a.store")])
 def test_other_commands_name_the_extra(tmp_path, words):
     words = [str(tmp_path) if word == "a.store" else word for word in words]
     found = run(COMMAND, TRAINER, *words)

@@ -41,10 +41,11 @@ SMALL = {
     "data.path": "train.jsonl",
     "tokenizer": "byte",
     "model.layers": 2,
-    "model.d_model": 32,
+    "model.d_model": 64,
     "model.d_ff": 48,
     "model.heads": 4,
     "model.kv_heads": 4,
+    "model.vocabulary_size": 264,
     "plan.capacity": 256,
     "plan.packs_per_step": 4,
     "train.steps": 2,
@@ -154,11 +155,12 @@ def folder(tmp_path, monkeypatch):
     Path("axolotl.yml").write_text(AXOLOTL)
     Path("models/llama").mkdir(parents=True)
     Path("models/llama/config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 257} | SIZES)
+        json.dumps({"model_type": "llama", "vocab_size": 264} | SIZES)
     )
     rows = {
         "train": [{"text": text} for text in texts],
         "test": [{"text": text[::-1]} for text in texts],
+        "held": [{"messages": chat_of(text[::-1])} for text in texts],
         "gsm8k": [{"question": text[:9], "answer": text} for text in texts],
         "chats": [{"messages": chat_of(text), "weight": 0.5} for text in texts],
         "pairs": [{"prompt": text[:5], "chosen": text[:60], "rejected": text[:50][::-1]} for text in texts],
@@ -175,7 +177,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 AXOLOTL = """base_model: models/llama
 datasets: [{path: train.jsonl, ds_type: json, type: completion}]
 sequence_len: 256
@@ -213,7 +215,7 @@ def filled(folder, known_peak):
     tokenizer = Tokenizer(models.WordLevel(letters, " "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    shape = transformers.LlamaConfig(**SIZES, vocab_size=257, tie_word_embeddings=False, eos_token_id=256)
+    shape = transformers.LlamaConfig(**SIZES, vocab_size=264, tie_word_embeddings=False, eos_token_id=256)
     for name in ("llama", "my-llama"):
         transformers.LlamaForCausalLM(shape).save_pretrained(f"models/{name}")
         fast.save_pretrained(f"models/{name}")

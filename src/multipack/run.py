@@ -23,8 +23,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,13 @@ class RunDirectory:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 return
+
+
+def unused_folder() -> Path:
+    """Folder of a run without a name: `runs/` and the time, and a number if another run has that second."""
+    named = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    numbered = (named.with_name(f"{named.name}_{number}") for number in count(2))
+    return next(path for path in chain([named], numbered) if not path.exists())
 
 
 def config_yaml(config: Any, default: Any = None) -> str:

@@ -3,6 +3,7 @@
 import math
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.planning.packing import Packs
+from multipack.run import unused_folder
 from multipack.shapes import ModelShape
 from multipack.training import precision
 from multipack.training.feed import StepData
@@ -122,6 +124,19 @@ def test_a_cpu_with_bf16_uses_it_where_a_pack_is_faster(monkeypatch, bf16_second
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert ask("auto") == (torch.float32, "")
     assert len(seen) == 2
+
+
+def test_packs_of_a_reward_model_are_timed_as_of_a_language_model():
+    shape = ModelShape(1, 2, 2, 16, 24, vocabulary_size=30, context=16, scores=1)
+    assert precision.decoder_timer(shape, "auto", World(), torch.float32)([5, 3]) > 0
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    for name in ("now", "now_2", "now_3"):
+        assert unused_folder() == Path("runs", name)
+        unused_folder().mkdir(parents=True)
 
 
 def test_the_chosen_dtype_is_kept_on_resume(monkeypatch, words, tmp_path, capsys):

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -119,7 +120,7 @@ def decoder_timer(
 ) -> Timer:
     """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
     with world.device:
-        model = Decoder(shape, attention=attention)
+        model = Decoder(replace(shape, scores=0), attention=attention)  # a reward model's loss needs pairs
     if compiled:
         compile_blocks(model)
 

@@ -26,6 +26,7 @@ from multipack.models.sampling import Sampling
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.reports.console import PLANNING, Console
+from multipack.run import unused_folder
 from multipack.training.apply import StepApplier, may_read_later
 from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callbacks
@@ -99,7 +100,7 @@ class Trainer(StepApplier):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.world, self.console, self.clock = world, console, clock
-        out = world.from_main(config.out or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+        out = world.from_main(config.out or str(unused_folder()))
         config = replace(config, out=out)
         self.run, self.resumed = open_run(config, world)
         self.mesh = build_mesh(config.parallel, world)
