@@ -14,7 +14,7 @@ from multipack.data.documents import Documents
 @pytest.fixture
 def plan():
     """Limits of a plan: three pairs in a pack, forty tokens."""
-    return SimpleNamespace(most_documents=3, longest=40, align=1, loss_weighting="document")
+    return SimpleNamespace(most_documents=3, longest=40, align=1, min_prefix=None, loss_weighting="document")
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_train_accepts_the_recommended_words(words):
     assert config.train.recompute == advice.chosen.recompute
     assert config.plan.packs_per_step == advice.chosen.packs
     assert config.plan.capacity == advice.request.capacity
-    for name, value in advice.request.model.to_dict().items():
+    for name, value in vars(advice.request.model).items():
         if name != "vocabulary_size":
             assert getattr(config.model, name) == value
     assert advice.command.endswith(" ".join(advice.chosen.words))

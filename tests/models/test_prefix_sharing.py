@@ -124,10 +124,11 @@ def test_objectives_equal_those_of_pairs_that_share_nothing(name):
         spans = [[prompt, prompt + first]], [[prompt - 1, prompt + second]]
         both = (Document(a.astype(np.uint16), np.array(b)) for a, b in zip(answers, spans, strict=True))
         items.append(PreferencePair(*both, -9.0 * rng.random(2), 0.5 - float(name == "kto")))
-    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, align=1)
+    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, align=1, min_prefix=None)
+    sharing = SimpleNamespace(**vars(plan) | {"min_prefix": 4})
     torch.manual_seed(3)
     model = PreferenceDecoder(dataclasses.replace(LLAMA, scores=int(name == "reward")), loss=name).double()
-    shared = PreferenceCollator.of(plan, min_prefix=4)(items)
+    shared = PreferenceCollator.of(sharing)(items)
     plain = PreferenceCollator.of(plan)(items)
     assert shared.num_slots == plain.num_slots - 8 - 12
     assert_equal(model, lambda: model(shared), lambda: model(plain))
