@@ -174,7 +174,7 @@ def config_yaml(config: Any, default: Any = None) -> str:
 
 
 def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not those of `others`, nested alike."""
+    """The values that differ from those of `others`, in the same nesting."""
     found = {}
     for key, value in values.items():
         if isinstance(value, dict) and (inner := _differing(value, others[key])):

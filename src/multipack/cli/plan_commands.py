@@ -133,7 +133,7 @@ def plan(
 def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
     """Lengths, targets, weights, how many were divided, and rows about the others; of a file its lengths alone.
 
-    With `data.share_prefixes` items stand for lengths, targets and weights.
+    With `data.share_prefixes` items take the place of lengths, targets and weights.
     """
     if path is not None:
         from multipack.data.stored_lengths import read_lengths

@@ -12,7 +12,7 @@ also ends in padding of its own, which no token of it attends to:
 
     align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16; targets −
 
-Documents that begin alike may share their beginning, whose tokens are there once. The bounds are then those of the
+Documents with a common beginning may share it: the pack holds its tokens once. The bounds are then those of the
 nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` has the rest:
 
     documents      p p p a a,  p p p b,  c c

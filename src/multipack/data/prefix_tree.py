@@ -1,4 +1,4 @@
-"""`PrefixTree`: documents that begin alike, as nodes of tokens that they have in common.
+"""`PrefixTree`: documents with common beginnings, as nodes of shared tokens.
 
     documents   0  p p p p a a a        nodes   document  start  length  parent
                 1  p p p p b b          0          0        0      4       −1      p p p p ─┬─ a a a
@@ -60,8 +60,8 @@ class PrefixTree:
         # Big-endian bytes are in the order of the tokens.
         keys = [document.astype(">u4").tobytes() for document in documents]
         order = sorted(range(len(documents)), key=keys.__getitem__)
-        alike = [_common(documents[a], documents[b]) for a, b in pairwise(order)]
-        common = [0, *shared(np.array(alike, dtype=np.int64), min_prefix).tolist()]
+        sizes = [_common(documents[a], documents[b]) for a, b in pairwise(order)]
+        common = [0, *shared(np.array(sizes, dtype=np.int64), min_prefix).tolist()]
         last = np.zeros(len(documents), dtype=np.int64)
         nodes: list[tuple[int, int, int, int]] = []
         waiting = [(group, 0, -1) for group in _groups(order, common, (0, len(order)), 1)]

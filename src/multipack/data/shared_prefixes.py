@@ -2,14 +2,14 @@
 
     pairs    each preference pair                           the same items in every epoch
     groups   neighboring documents with the same prompt     the same groups; one larger than a pack is cut
-    all      documents that begin alike, of those that are `window` steps of the epoch's order
+    all      documents with common beginnings, among `window` steps of the epoch's order
 
     order    3 0 7 2 | 5 1 4 6        windows of the order
     sorted   0 3 2 7 | 1 4 5 6        by tokens, in each window
     items    {0 3 2} {7} | {1 4} …    cut so that few tokens are repeated (common_prefix.cut)
 
-A model computes the tokens that documents of one pack share once (prefix_tree.py). Items of one pack may begin alike,
-too; then the pack has fewer slots than planned.
+A model computes the tokens that documents of one pack share once (prefix_tree.py). Items of one pack may have a common
+beginning, too; then the pack has fewer slots than planned.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SharedPrefixes(ItemSource):
     Args:
         tokens: tokens of the documents; of pairs, two documents an entry.
         groups: (entries,) whole numbers: neighboring entries with the same one are an item, cut if it is larger than a
-            pack. None = entries of a window of the order that begin alike.
+            pack. None = entries of a window of the order with common beginnings.
         options: of the plan: capacity, window and order.
         min_prefix: shorter beginnings are not shared.
         pairs: whether an entry is two documents.

@@ -276,7 +276,7 @@ def document_lengths(dataset: Any, column: str = "input_ids") -> Integers:
     pages = dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS)
     try:
         parts = [pyarrow.compute.list_value_length(page[column]).fill_null(0).to_numpy() for page in pages]
-    except pyarrow.ArrowNotImplementedError:
+    except pyarrow.ArrowNotImplementedError:  # the column holds no lists
         kind = dataset.features[column]
         raise ValueError(f"column {column} of the data set is {short(kind)}, not lists of tokens") from None
     return np.concatenate(parts).astype(np.int64)

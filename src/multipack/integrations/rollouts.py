@@ -1,4 +1,4 @@
-"""Rollouts that begin alike, such as GRPO groups: inputs of a model of transformers, and log-probabilities.
+"""Rollouts with common prompts, such as GRPO groups: inputs of a model of transformers, and log-probabilities.
 
     register(model)                                                  attention_interface.py
     batch = PackedCollator(…, min_prefix=16)(documents)              Document(tokens, spans of the completion)

@@ -53,7 +53,7 @@ class Quantized(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Tensor:
-        """(rows, columns) the matrix that it stands for, without gradient."""
+        """(rows, columns) the dequantized matrix, without gradient."""
 
     def part(self, name: str) -> Tensor:
         """One of `PARTS`."""

@@ -8,8 +8,8 @@
     rank 3                               CCC DDD   short documents stay whole, and are sent nowhere
 
 A query at position t (from 1) sees t keys. So tokens t and l + 1 − t of a document of l tokens cost together as much
-as any other such pair, and a share that is cut alike from head and tail costs in proportion to its tokens, whatever its
-size: a document can be poured over any ranks in any parts.
+as any other such pair, and a share with equal parts of head and tail costs in proportion to its tokens: a document
+can be divided over any ranks in any proportions.
 
 `place` tries budgets for the load of a part, from the largest document's down to a quarter of a rank's mean. A document
 of l tokens and load c is divided into max(⌈l / slots⌉, ⌈c / budget⌉) equal parts; parts and whole documents are placed
@@ -162,7 +162,7 @@ class Placement:
         return self._exchanged[1]
 
     def slowest(self, cost: CostModel, prices: Prices, slots: int = 0) -> int:
-        """The largest cost of a rank with the price of what it sends or receives, whichever is more."""
+        """The largest cost of a rank plus the larger of the prices of what it sends and of what it receives."""
         return int((self.costs(cost, slots) + prices.key * np.maximum(self.sent, self.received)).max())
 
 
@@ -174,7 +174,7 @@ def place(
     prices: Prices | None = None,
     padded: bool = True,
 ) -> Placement:
-    """Place the documents of a pack on ranks: a pure function, alike on every rank.
+    """Place the documents of a pack on ranks: a pure function, with the same result on every rank.
 
     Args:
         lengths: (documents,) tokens of each document, in the order of the pack; may be empty.
@@ -351,7 +351,7 @@ def _poured(document: Integers, widths: Integers, room: Integers) -> tuple[Integ
 
 
 def _cut(lengths: Integers, ranks: int, document: Integers, rank: Integers, widths: Integers) -> Placement:
-    """Cut the shares of ranks, at most one a document after addition, alike from the heads and tails of documents."""
+    """Cut the shares of ranks, equal parts from the head and the tail of each document; a rank has one share of it."""
     shares, inverse = np.unique(document * ranks + rank, return_inverse=True)
     width = sums(inverse, widths, len(shares))
     document, rank = np.divmod(shares, ranks)

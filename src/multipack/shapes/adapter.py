@@ -168,7 +168,7 @@ class AdapterConfig:
 
 
 def _names(pattern: str) -> Iterable[str]:
-    """The names that a pattern stands for: those of the decoder, and its own, which models of transformers have."""
+    """The names that match a pattern: those of the decoder, and its own, which models of transformers have."""
     return (*ALIASES.get(pattern, ()), pattern)
 
 

@@ -56,7 +56,7 @@ class Tensors:
         return self.prefix + name if name.startswith(tuple(f"{part}." for part in bare)) else name
 
     def renamed(self, removed: tuple[str, ...] = (), **added: tuple[str, ...]) -> Tensors:
-        """The same names without some modules of a layer, and with others; `__` stands for a dot."""
+        """The same names without some modules of a layer, and with others; `__` is a dot."""
         kept = {theirs: ours for theirs, ours in self.inner.items() if theirs not in removed}
         return replace(self, inner=kept | {name.replace("__", "."): ours for name, ours in added.items()})
 

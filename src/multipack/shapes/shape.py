@@ -115,7 +115,7 @@ class ModelShape:
     window_layers: int = 0
     """Layers with a window, if `window` is set; 0 = all, or all but every `full_every`-th. Otherwise planning only."""
     full_every: int = 0
-    """Every n-th layer has no window (6 in Gemma 3); 0 = all layers are alike. Needs `window`."""
+    """Every n-th layer has no window (6 in Gemma 3); 0 = all layers are equal. Needs `window`."""
     window_theta: float = 0.0
     """Base of the rotary frequencies, without scaling, in layers with a window; 0 = as in the other layers."""
     kv_rank: int = 0

@@ -25,7 +25,7 @@ from multipack.hub import model_folder
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.readers import opens_tokens
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.options import check_choice
 from multipack.reports.console import Console
@@ -34,9 +34,9 @@ from multipack.training.blueprint import open_engine
 from multipack.training.objective import Objective, Preferences, objective_of
 from multipack.training.other_names import translate
 from multipack.training.pack_loaders import PackLoaders
-from multipack.training.precision import DTYPES, deterministic, exact_float32
+from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config, compose, initial_model, resolve_weights
-from multipack.training.run_parts import packs_per_step, resolve, shape_of
+from multipack.training.run_parts import packs_per_step, resolve, run_world, shape_of
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import Weights, adapt_weights, find_weights
 from multipack.words import read_yaml, split
@@ -121,15 +121,7 @@ def evaluate(
     request = compose_evaluation(path, words)
     config = request.config
     config.check(find_ranks(os.environ).size)
-    with (
-        connected(
-            config.train.device,
-            config.parallel.timeout_seconds,
-            group_of_one=config.parallel.offloads_parameters,
-        ) as world,
-        deterministic(config.train.deterministic, world.device),
-        exact_float32(),
-    ):
+    with run_world(config) as world:
         try:
             return _evaluate(request, weights, world, console or Console(rank=1))
         except BaseException as error:

@@ -65,7 +65,11 @@ def _device(device: str) -> torch.device:
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(1, device=automatic if device == "auto" else device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # torch raises each for devices it lacks
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
-from multipack.parallel.world import World
+from multipack.parallel.world import World, connected
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, find_run
@@ -32,12 +33,27 @@ from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
 from multipack.training.objective import Objective
 from multipack.training.pack_loaders import PackLoaders
-from multipack.training.precision import DTYPES, choose_dtype, sample_lengths
+from multipack.training.precision import DTYPES, choose_dtype, deterministic, exact_float32, sample_lengths
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
 from multipack.training.validation import Validation
 from multipack.training.weights import TrainedWeights, trained_shape
+
+
+@contextmanager
+def run_world(config: Config) -> Iterator[World]:
+    """Context of a run's ranks, and of the arithmetic that its settings choose."""
+    with (
+        connected(
+            config.train.device,
+            config.parallel.timeout_seconds,
+            group_of_one=config.parallel.offloads_parameters,
+        ) as world,
+        deterministic(config.train.deterministic, world.device),
+        exact_float32(),
+    ):
+        yield world
 
 
 def check_model(config: Config, processes: int, console: Console) -> None:

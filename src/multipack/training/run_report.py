@@ -38,7 +38,7 @@ from multipack.training.schedule import schedule_text
 from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
-DETAILS = ("train.dtype is", "train.compile is", "reference log-probabilities")
+DETAILS = ("train.dtype is", "train.compile is", "optimizer.lr is", "reference log-probabilities")
 """Beginnings of notes that a brief header leaves out; its rows have the choices."""
 
 

@@ -14,13 +14,12 @@ import torch
 
 from multipack.parallel.failures import LostRank
 from multipack.parallel.ranks import find_ranks
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.compare import Comparison, compare_with_padding
-from multipack.training.precision import deterministic, exact_float32
 from multipack.training.run_config import Config
-from multipack.training.run_parts import check_model
+from multipack.training.run_parts import check_model, run_world
 from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
 
@@ -64,15 +63,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     console = Console(ranks.rank, config.log.all_ranks)
     config.check(ranks.size)
     check_model(config, ranks.size, console)
-    with (
-        connected(
-            config.train.device,
-            config.parallel.timeout_seconds,
-            group_of_one=config.parallel.offloads_parameters,
-        ) as world,
-        deterministic(config.train.deterministic, world.device),
-        exact_float32(),
-    ):
+    with run_world(config) as world:
         trainer = Trainer(config, world, console, clock)
         first = trainer.step
         try:

@@ -188,7 +188,7 @@ _FILES = """
     axolotl_config_path gptq_groupsize gptq_model_v1 resize_token_embeddings_to_32x mean_resizing_embeddings
     shrink_embeddings embeddings_skip_upcast is_preprocess preprocess_iterable eta_min multipack_probe
 """
-"""Keys about files, logs and the order of work, likewise. Axolotl itself reads no eta_min."""
+"""Keys about files, logs and the order of work, in the same form. Axolotl itself reads no eta_min."""
 NO_EFFECT = frozenset((_FASTER + _FILES).split())
 """Keys that do not change what is trained."""
 
