@@ -7,6 +7,7 @@ from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training import run_parts
 from multipack.training import train as module
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
@@ -25,7 +26,7 @@ def one_of_two(monkeypatch):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(module, "connected", joined)
+    monkeypatch.setattr(run_parts, "connected", joined)
 
 
 @pytest.fixture(scope="module")
