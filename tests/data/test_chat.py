@@ -208,7 +208,7 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
         ("{{ ''.__class__.__mro__ }}", "mine refuses the conversation: .*unsafe"),
         ("{{ messages[9].content }}", "mine refuses the conversation"),
         ("{{ 1 // 0 }}", "mine refuses the conversation"),
-        ("\n{% if x %}", "mine, line 2: .*endif"),
+        ("\n{% if x %}", "mine: line 2: .*endif"),
         ("\U0010fffc", "private-use"),
         ("{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}", "nests"),
     ],

@@ -29,7 +29,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from multipack.data.chat_sandbox import CLOSE, OPEN, compile_template, limited
+from multipack.data.chat_sandbox import CLOSE, OPEN, ask
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import Message, TextPart
@@ -90,13 +90,15 @@ class ChatTemplate:
             raise ValueError(
                 f"{self.name} contains characters of Unicode's last private-use plane, which multipack reserves"
             )
-        self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
+        self._day = datetime.date.today().isoformat()
         try:
-            with limited():
-                self.program = compile_template(self.source, self._day)
-        except Exception as error:  # Jinja generates Python, and a deeply nested template fails there
-            line = getattr(error, "lineno", None)
-            raise ValueError(f"{self.name}{f', line {line}' if line else ''}: {_reason(error)}") from error
+            self.write(None)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+    def write(self, variables: dict[str, Any] | None) -> str:
+        """The template's output; see `ask`."""
+        return ask(self.source, self._day, variables)
 
     def parts(
         self,
@@ -162,7 +164,7 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """The template as JSON, with the date if the template uses `strftime_now`; it determines the output."""
-        return self.to_json() + (f" {self._day:%Y-%m-%d}" if "strftime_now" in self.source else "")
+        return self.to_json() + (f" {self._day}" if "strftime_now" in self.source else "")
 
     def to_json(self) -> str:
         """The template as JSON; `from_json` reads it."""
@@ -262,20 +264,22 @@ class _Chat:
         """The template's output for the first `count` messages (None: all), with protected text and marks."""
         messages = self.messages[:count]
         try:
-            with limited():
-                text = self.template.program.render(
-                    messages=messages,
-                    tools=self._tools,
-                    add_generation_prompt=add_generation_prompt,
-                    bos_token=self.template.bos_token,
-                    eos_token=self.template.eos_token,
-                )
+            text = self.template.write(
+                {
+                    "messages": messages,
+                    "tools": self._tools,
+                    "add_generation_prompt": add_generation_prompt,
+                    "bos_token": self.template.bos_token,
+                    "eos_token": self.template.eos_token,
+                }
+            )
+        except ValueError as error:
+            rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
+            raise ValueError(f"{self.template.name} refuses {rendered}: {error}") from error
+        try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a message contains an unpaired surrogate: {error}") from error
-        except Exception as error:  # a template is a program: it can fail in any way
-            rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
-            raise ValueError(f"{self.template.name} refuses {rendered}: {_reason(error)}") from error
         return text
 
     def restore(self, text: str) -> str:
@@ -292,13 +296,6 @@ class _Chat:
 
     def _code(self, match: re.Match[str]) -> str:
         return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))
-
-
-def _reason(error: Exception) -> str:
-    """The message of an error on one line, and its kind if the message does not say it."""
-    kinds = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
-    text = " ".join(str(getattr(error, "message", None) or error).split())
-    return kinds.get(type(error).__name__) or text or type(error).__name__
 
 
 def _any_of(words: Iterable[str]) -> str:
