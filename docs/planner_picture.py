@@ -7,17 +7,16 @@ Lengths are drawn: lognormal (6.5, 1.5), at most 16,384 tokens, which are hard t
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawing import legend, picture, plain
 
 import multipack
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "parallel"))
-
 RANKS, LONGEST = 8, 16_384
 WINDOWS = (1, 2, 4, 8, 16, 32)
 CAPACITIES = tuple(LONGEST * times // 2 for times in (2, 3, 4, 6, 8))
@@ -33,40 +32,30 @@ def reported(**options: Any) -> multipack.PlanReport:
 
 def main() -> None:
     """Plan with several windows and capacities, and draw what is reached beside the bounds."""
-    from pictures import INK, picture, plain
-
     with picture("planner.svg", HERE, 1, 3, (9, 2.9)) as ((windows, order, capacities),):
         found = [reported(capacity=LONGEST, window=window) for window in WINDOWS]
-        draw_balance(windows, list(WINDOWS), found)
-        order.plot(
-            WINDOWS, [each.displacement_p99 for each in found], "o-", color=REACHED, label="99 % of documents"
-        )
-        order.plot(
-            WINDOWS, [each.displacement_median for each in found], "s-", color=OTHER, label="half of them"
-        )
-        plain(order, "steps from the random order, at most")
+        draw_balance(windows, WINDOWS, found)
+        order.plot(WINDOWS, [each.displacement_p99 for each in found], "o-", color=REACHED)
+        order.plot(WINDOWS, [each.displacement_median for each in found], "s-", color=OTHER)
+        legend(order, {"99 % of documents": REACHED, "half of them": OTHER})
         for axes in (windows, order):
             axes.set_xscale("log", base=2)
             axes.set_xticks(WINDOWS, WINDOWS)
-            axes.set_xlabel("window, in steps", fontsize=8, color=INK)
-        order.legend(fontsize=7)
-        draw_balance(capacities, list(CAPACITIES), [reported(capacity=capacity) for capacity in CAPACITIES])
+        draw_balance(capacities, CAPACITIES, [reported(capacity=capacity) for capacity in CAPACITIES])
         capacities.set_xticks(CAPACITIES, [f"{capacity // 1024}k" for capacity in CAPACITIES])
-        capacities.set_xlabel("capacity, in tokens", fontsize=8, color=INK)
-        plain(windows, f"share of time that {RANKS} ranks compute")
-        plain(capacities, "the same with longer packs, window 4")
+        plain(windows, f"share of time that {RANKS} ranks compute", "window, in steps")
+        plain(order, "steps from the random order, at most", "window, in steps")
+        plain(capacities, "the same with longer packs, window 4", "capacity, in tokens")
     print(f"wrote {HERE / 'planner.svg'}")
 
 
-def draw_balance(axes: Any, at: list[int], found: list[multipack.PlanReport]) -> None:
+def draw_balance(axes: Any, at: Sequence[int], found: list[multipack.PlanReport]) -> None:
     """Balance reached, and its ceiling."""
-    axes.plot(at, [each.cost_utilization for each in found], "o-", color=REACHED, label="reached")
-    axes.plot(
-        at, [each.cost_utilization_ceiling for each in found], "--", color=BOUND, label="proven ceiling"
-    )
+    axes.plot(at, [each.cost_utilization for each in found], "o-", color=REACHED)
+    axes.plot(at, [each.cost_utilization_ceiling for each in found], "--", color=BOUND)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(0.88, 1.004)
-    axes.legend(fontsize=7, loc="lower right")
+    legend(axes, {"reached": REACHED, "proven ceiling": BOUND}, loc="lower right")
 
 
 if __name__ == "__main__":

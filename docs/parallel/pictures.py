@@ -11,72 +11,21 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread for each process
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "docs"))
 
-RANK = ["#4c78a8", "#f58518", "#54a24b", "#b279a2"]
-"""Colors of ranks 0 to 3, in every picture."""
-DOCUMENT = ["#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b"]
-INK, PALE = "#333333", "#e4e7ec"
-RANKS = 4
+from drawing import BY_RANK, DOCUMENT, INK, PALE, RANK, box, legend, link, picture, plain, rank_rows  # noqa: E402
 
-
-@contextmanager
-def picture(name: str, folder: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on, saved as a small SVG without dates."""
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    yield figure.subplots(rows, columns, squeeze=False)
-    from matplotlib import rc_context
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
-        figure.savefig(folder / name, format="svg", metadata={"Date": None})
-    (folder / name).write_text(smaller((folder / name).read_text()))
-
-
-def smaller(svg: str) -> str:
-    """The same picture in half of the bytes: a tenth of a point is exact enough, and nothing is cut off."""
-    svg = re.sub(
-        r' clip-path="[^"]*"| id="(patch|text)_\d+"|; stroke-linejoin: miter| *<!-- .* -->\n', "", svg
-    )
-    svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", svg)
-    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
-    svg = re.sub(r"(\d\.\d)\d+", r"\1", svg)
-    return re.sub(r"\n *(?=[LzC\"]|<path|</g>)", " ", svg)
-
-
-def plain(axes: Any, title: str, ticks: bool = True) -> None:
-    """A title on the left, and no more lines than needed."""
-    axes.set_title(title, loc="left", fontsize=9, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=INK)
-    if not ticks:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.spines[:].set_visible(False)
-
-
-def box(axes: Any, place: tuple[float, float], size: tuple[float, float], color: str, text: str = "") -> None:
-    """A filled box with a text in its middle."""
-    axes.add_patch(Rectangle(place, *size, facecolor=color, edgecolor="white", linewidth=0.6))
-    if text:
-        middle = (place[0] + size[0] / 2, place[1] + size[1] / 2)
-        axes.text(
-            *middle, text, ha="center", va="center", fontsize=7, color="white" if color != PALE else INK
-        )
+RANKS = len(RANK)
 
 
 def collectives(folder: Path) -> None:
@@ -133,12 +82,10 @@ def data(folder: Path) -> None:
             for rank, end in enumerate(ends):
                 box(axes, (end, rank), (max(ends) - end, 0.8), PALE)
             idle = 1 - np.mean(ends) / max(ends)
-            plain(axes, f"{title}: {len(packs)} packs, ranks wait for {idle:.1%} of the step (gray)")
+            wait = f"{title}: {len(packs)} packs, ranks wait for {idle:.1%} of the step (gray)"
+            plain(axes, wait, "cost of the step's documents; lines end packs" if packs is not dealt else "")
             axes.set_xlim(0, 1.01)
-            axes.set_ylim(RANKS, -0.1)
-            axes.set_yticks(np.arange(RANKS) + 0.4, [f"rank {rank}" for rank in range(RANKS)])
-            axes.set_xticks([])
-        axes.set_xlabel("cost of the step's documents; lines end packs", fontsize=8, color=INK)
+            rank_rows(axes)
 
 
 def reading(folder: Path) -> None:
@@ -151,30 +98,23 @@ def reading(folder: Path) -> None:
             for rank in range(RANKS):
                 own = np.concatenate(dealt[rank::RANKS])
                 left.scatter(own, np.full(len(own), step), s=1.2, color=RANK[rank], rasterized=True)
-        plain(left, "a plan: who reads which document, in which step")
-        left.set_xlabel("place of the document in the store", fontsize=8, color=INK)
-        left.set_ylabel("step", fontsize=8, color=INK)
-        left.legend(
-            handles=[Patch(color=color, label=f"rank {rank}") for rank, color in enumerate(RANK)],
-            fontsize=7,
-            ncols=4,
-            loc="upper left",
-            bbox_to_anchor=(0, -0.22),
-            frameon=False,
-            handlelength=1,
+        plain(
+            left,
+            "a plan: who reads which document, in which step",
+            "place of the document in the store",
+            "step",
         )
+        legend(left, BY_RANK, 0.22, handlelength=1)
         sizes = sorted({row["ranks"] for row in rows})
-        for number, way in enumerate(("plan", "own shuffles", "with replacement")):
-            missed = [
-                next(row["missed"] for row in rows if (row["ranks"], row["way"]) == (size, way))
-                for size in sizes
-            ]
+        missed = {(row["way"], row["ranks"]): row["missed"] for row in rows}
+        ways = {"plan": "#54a24b", "own shuffles": "#f58518", "with replacement": "#e45756"}
+        for number, (way, color) in enumerate(ways.items()):
             at = np.arange(len(sizes)) + 0.27 * (number - 1)
-            right.bar(at, missed, 0.25, color=["#54a24b", "#f58518", "#e45756"][number], label=way)
+            right.bar(at, [missed[way, size] for size in sizes], 0.25, color=color)
         plain(right, "documents that no rank reads in an epoch (of a plan: none)")
         right.set_xticks(range(len(sizes)), [f"{size} rank{'s' * (size > 1)}" for size in sizes])
         right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        right.legend(fontsize=7, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.12), frameon=False)
+        legend(right, ways, 0.12)
 
 
 def zero(folder: Path) -> None:
@@ -187,6 +127,7 @@ def zero(folder: Path) -> None:
     with Ranks(RANKS) as ranks:
         steps = {name: measure(ParallelConfig(data=name), ranks) for name in methods}
     kinds = {"parameters": "#4c78a8", "gradients": "#54a24b", "optimizer": "#f58518"}
+    operations = dict(zip(("all-gather", "reduce-scatter", "all-reduce", "broadcast"), RANK, strict=True))
     with picture("zero.svg", folder, 1, 2, (9, 3.4)) as ((left, right),):
         for number, name in enumerate(methods):
             for place, instant in enumerate(INSTANTS):
@@ -196,52 +137,35 @@ def zero(folder: Path) -> None:
                     left.bar(at, held[kind] / parameters(), 0.19, below, color=color)
                     below += held[kind] / parameters()
             sent, below = max((step.sent for step in steps[name]), key=lambda sent: sent.total()), 0.0
-            for kind, color in zip(
-                ("all_gather", "reduce_scatter", "all_reduce", "broadcast"), RANK, strict=True
-            ):
-                right.bar(number, sent[kind] / parameters(), 0.6, below, color=color)
-                below += sent[kind] / parameters()
-        plain(
-            left,
-            "held; four bars: before the step, after a forward pass,\nafter the backward passes, after the optimizer",
-        )
-        plain(right, "sent in a step of four micro-batches")
-        left.legend(handles=[Patch(color=color, label=kind) for kind, color in kinds.items()], fontsize=7)
-        right.legend(
-            handles=[
-                Patch(color=color, label=kind)
-                for kind, color in zip(
-                    ("all-gather", "reduce-scatter", "all-reduce", "broadcast"), RANK, strict=True
-                )
-            ],
-            fontsize=7,
-        )
+            for kind, color in operations.items():
+                height = sent[kind.replace("-", "_")] / parameters()
+                right.bar(number, height, 0.6, below, color=color)
+                below += height
+        unit = "bytes per parameter of the model"
+        bars = "before the step, after a forward pass,\nafter the backward passes, after the optimizer"
+        plain(left, f"held; four bars: {bars}", y=unit)
+        plain(right, "sent in a step of four micro-batches", y=unit)
+        legend(left, kinds)
+        legend(right, operations)
         for axes in (left, right):
             axes.set_xticks(range(len(methods)), methods)
-            axes.set_ylabel("bytes per parameter of the model", fontsize=8, color=INK)
 
 
 def offload(folder: Path) -> None:
     """Memory that a decoder adds to a process, in memory and with its state in files."""
     from parallel_tables.observed import offloaded
 
-    found = offloaded()
+    found, (own, files) = offloaded(), ("#f58518", "#eeca3b")
     with picture("offload.svg", folder, 1, 1, (9, 2.3)) as ((axes,),):
         names = list(found)[::-1]
         for number, name in enumerate(names):
             anonymous, resident = found[name]
-            axes.barh(number, anonymous, 0.6, color="#f58518")
-            axes.barh(number, resident - anonymous, 0.6, anonymous, color="#eeca3b")
+            axes.barh(number, anonymous, 0.6, color=own)
+            axes.barh(number, resident - anonymous, 0.6, anonymous, color=files)
             axes.text(resident + 4, number, f"{resident:,.0f} MiB", va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(names)), names)
         plain(axes, "memory that a decoder of 29 million parameters adds to a process, MiB after two steps")
-        axes.legend(
-            handles=[
-                Patch(color="#f58518", label="the process's own"),
-                Patch(color="#eeca3b", label="pages of files, which the kernel may drop"),
-            ],
-            fontsize=7,
-        )
+        legend(axes, {"the process's own": own, "pages of files, which the kernel may drop": files})
 
 
 def tensor(folder: Path) -> None:
@@ -294,17 +218,11 @@ def context(folder: Path) -> None:
                     axes.fill_betweenx([rows.start, rows.stop], -44, -10, color=RANK[rank], linewidth=0)
                     if axes is pair[1]:
                         draw_rows(axes, rows, [0, *ends], RANK[rank])
-            plain(axes, title)
+            plain(axes, title, "key", "query; left bar: who has the token")
             axes.set_xlim(-46, 1024)
             axes.set_ylim(1024, 0)
             axes.set_aspect("equal")
-            axes.set_xlabel("key", fontsize=8, color=INK)
-            axes.set_ylabel("query; left bar: who has the token", fontsize=8, color=INK)
-        pair[0].legend(
-            handles=[Patch(color=color, label=f"rank {rank}") for rank, color in enumerate(RANK)],
-            fontsize=7,
-            loc="upper right",
-        )
+        legend(pair[0], BY_RANK, loc="upper right")
 
 
 def draw_rows(axes: Any, rows: slice, ends: Sequence[int], color: str) -> None:
@@ -320,37 +238,21 @@ def pipeline(folder: Path) -> None:
     from parallel_tables.observed import passes_of_stages
 
     found = passes_of_stages(RANKS, micro_batches=8)
+    colors = {"forward": "#4c78a8", "backward": "#54a24b", "waits": PALE}
+    colors |= {"forward, second stage": "#2f4b6b", "backward, second stage": "#2f6b3a"}
     with picture("pipeline.svg", folder, len(found), 1, (9, 5.4)) as grid:
         longest = max(end for passes in found.values() for *_, end in passes)
         for axes, (schedule, passes) in zip(grid.flat, found.items(), strict=True):
             last = max(end for *_, end in passes)
             box(axes, (0, 0), (last, RANKS - 0.1), PALE)
             for rank, stage, number, backward, start, end in passes:
-                shade = {False: ("#4c78a8", "#2f4b6b"), True: ("#54a24b", "#2f6b3a")}[backward][
-                    stage >= RANKS
-                ]
-                box(axes, (start, rank), (end - start, 0.9), shade, str(number))
+                name = ("backward" if backward else "forward") + ", second stage" * (stage >= RANKS)
+                box(axes, (start, rank), (end - start, 0.9), colors[name], str(number))
             idle = 1 - sum(end - start for *_, start, end in passes) / (RANKS * last)
             plain(axes, f"{schedule}: ranks wait for {idle:.0%} of the step")
             axes.set_xlim(0, longest)
-            axes.set_ylim(RANKS, -0.1)
-            axes.set_xticks([])
-            axes.set_yticks(np.arange(RANKS) + 0.45, [f"rank {rank}" for rank in range(RANKS)])
-        labels = {
-            "#4c78a8": "forward",
-            "#54a24b": "backward",
-            "#2f4b6b": "forward, second stage",
-            "#2f6b3a": "backward, second stage",
-            PALE: "waits",
-        }
-        axes.legend(
-            handles=[Patch(color=color, label=label) for color, label in labels.items()],
-            fontsize=7,
-            ncols=5,
-            loc="upper left",
-            bbox_to_anchor=(0, -0.05),
-            frameon=False,
-        )
+            rank_rows(axes)
+        legend(axes, colors, 0.05)
 
 
 def mesh(folder: Path) -> None:
@@ -359,53 +261,30 @@ def mesh(folder: Path) -> None:
     from parallel_tables.observed import places
 
     config = ParallelConfig(data="zero3", pipeline=2, tensor=2)
+    words = "parallel.pipeline=2 parallel.data=zero3 parallel.tensor=2"
     with picture("three-d.svg", folder, 1, 1, (9, 3.7)) as ((axes,),):
-        plain(
-            axes,
-            "parallel.pipeline=2 parallel.data=zero3 parallel.tensor=2 on 8 ranks, 4 layers",
-            ticks=False,
-        )
+        plain(axes, f"{words} on 8 ranks, 4 layers", ticks=False)
         spots = {}
         for rank, place in enumerate(places(config, 8, layers=4)):
             spots[rank] = (4.4 * place.shard + 2.1 * place.tensor, 2.1 * place.stage)
             text = f"rank {rank}\nlayers {place.layers[0]}–{place.layers[-1]}, half {place.tensor}\nshard {place.shard}; packs {'AB'[place.shard]}"
             box(axes, spots[rank], (1.7, 1.2), RANK[2 * place.stage + place.shard], text)
-        for one, other, word in ((0, 1, "tensor"), (2, 3, "tensor"), (4, 5, "tensor"), (6, 7, "tensor")):
-            link(
-                axes,
-                (spots[one][0] + 1.7, spots[one][1] + 0.6),
-                (spots[other][0], spots[other][1] + 0.6),
-                word,
-                "#1c2330",
-            )
+        for one in range(0, 8, 2):
+            (left, top), (right, _) = spots[one], spots[one + 1]
+            link(axes, (left + 1.7, top + 0.6), (right, top + 0.6), "tensor", "#1c2330")
         for one in range(4):
-            link(axes, (spots[one][0] + 0.85, 1.2), (spots[one][0] + 0.85, 2.1), "pipeline", "#c2570c")
-        for one, height in ((0, -0.3), (4, 3.6)):
-            link(
-                axes,
-                (spots[one][0] + 0.85, height),
-                (spots[one + 2][0] + 0.85, height),
-                "shards of the same half",
-                "#0067a8",
-            )
-            link(
-                axes,
-                (spots[one + 1][0] + 0.85, height + 0.18 * (1 if one else -1)),
-                (spots[one + 3][0] + 0.85, height + 0.18 * (1 if one else -1)),
-                "",
-                "#0067a8",
-            )
+            middle = spots[one][0] + 0.85
+            link(axes, (middle, 1.2), (middle, 2.1), "pipeline", "#c2570c")
+        shards = (
+            (0, -0.3, "shards of the same half"),
+            (1, -0.48, ""),
+            (4, 3.6, "shards of the same half"),
+            (5, 3.78, ""),
+        )
+        for one, height, word in shards:
+            link(axes, (spots[one][0] + 0.85, height), (spots[one + 2][0] + 0.85, height), word, "#0067a8")
         axes.set_xlim(-0.2, 8.5)
         axes.set_ylim(4.1, -0.8)
-
-
-def link(axes: Any, start: tuple[float, float], end: tuple[float, float], word: str, color: str) -> None:
-    """An arrow in both directions between two ranks, with a word."""
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "<->", "color": color, "linewidth": 1.2})
-    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
-    axes.text(
-        *middle, word, fontsize=7, color=color, ha="center", va="bottom", backgroundcolor=(1, 1, 1, 0.7)
-    )
 
 
 def choosing(folder: Path) -> None:
@@ -414,30 +293,23 @@ def choosing(folder: Path) -> None:
     from multipack.launch.advise_request import AdviseRequest
     from multipack.shapes import SHAPES
 
-    models, devices = (
-        ["gpt2", "llama-1b", "llama-3b", "llama-8b", "llama-70b"],
-        [1, 2, 4, 8, 16, 32, 64, 128, 256],
-    )
+    models, devices = ["gpt2", "llama-1b", "llama-3b", "llama-8b", "llama-70b"], [2**n for n in range(9)]
     colors: dict[str, str] = {}
+    palette = [*DOCUMENT, "#2f4b6b", "#2f6b3a", "#999999"]
     with picture("choosing.svg", folder, 1, 2, (9, 3.4)) as (pair,):
         for axes, kind in zip(pair, ("fast", "slow"), strict=True):
             for row, model in enumerate(models):
                 for column, number in enumerate(devices):
-                    family, short = family_of(
-                        advise(AdviseRequest(devices=number, link=kind, model=SHAPES[model])).chosen
-                    )
-                    color = colors.setdefault(
-                        family, [*DOCUMENT, "#2f4b6b", "#2f6b3a", "#999999"][len(colors)]
-                    )
+                    request = AdviseRequest(devices=number, link=kind, model=SHAPES[model])
+                    family, short = family_of(advise(request).chosen)
+                    color = colors.setdefault(family, palette[len(colors)])
                     box(axes, (column, row), (1, 1), color, short.replace("·", "\n"))
-            plain(axes, f"link={kind}")
+            plain(axes, f"link={kind}", "devices of 80 GiB, eight a host")
             axes.set_xlim(0, len(devices))
             axes.set_ylim(len(models), 0)
             axes.set_xticks(np.arange(len(devices)) + 0.5, devices)
             axes.set_yticks(np.arange(len(models)) + 0.5, models)
-            axes.set_xlabel("devices of 80 GiB, eight a host", fontsize=8, color=INK)
-        handles = [Patch(color=color, label=name) for name, color in colors.items()]
-        pair[0].figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
+        legend(pair[0].figure, colors, loc="outside lower center", ncols=4, frameon=False)
 
 
 def family_of(candidate: Any) -> tuple[str, str]:
