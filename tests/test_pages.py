@@ -1,7 +1,8 @@
 """Every command of README and docs/ runs: those of seconds always, those that train or start processes as slow tests.
 
 A block of ```console has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks
-run in their order, in a folder with the files that pages take for granted, and with the settings of a small run.
+run in their order, in a folder with the files that pages take for granted, and with the settings of a small run. The
+ranks of `multipack launch` are processes of a server that has loaded torch.
 """
 
 import contextlib
@@ -17,10 +18,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+
+from drills import forked
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -34,7 +38,7 @@ OTHERS = {
     r"git clone ": "needs a network",
 }
 """Commands that other tests run → which."""
-ELSEWHERE = {"docs/you-asked.md": "tests/test_you_asked.py", "docs/support.md": "generated"}
+ELSEWHERE = {"docs/support.md": "generated"}
 QUICK = ("plan", "pack", "advise", "config", "import-config", "recipe", "submit")
 SMALL = {
     "data": "jsonl",
@@ -100,8 +104,10 @@ def shortened(words):
     if "train" not in words:
         return words
     given = {word.partition("=")[0] for word in words}
-    if given & {"data=store", "data=mixture"} or "data=store" in words or "data=mixture" in words:
+    if "data=store" in words or "data=mixture" in words:
         given |= {"tokenizer", "data.path"}
+    if "train.epochs" in given:
+        given.add("train.steps")
     if "train.resume=true" in words or "config=ours.yaml" in words:
         return words
     if given & {"train.init_from"}:
@@ -110,29 +116,53 @@ def shortened(words):
 
 
 def run(command):
-    """Run a command of `multipack` in this process, others and those that start processes in one of their own.
+    """Run a command of `multipack` in this process, and others in one of their own.
 
     Returns:
         Exit code and output.
     """
     words, _, target = command.partition(" > ")
     words = shlex.split(words, comments=True)
-    if words[0] == "multipack" and words[1] not in ("launch", "watch", "bench"):
-        done = CliRunner().invoke(_app(), shortened(words[1:]), input="Hello\n")
-        code, output = done.exit_code, done.output
-        if done.exception is not None and not isinstance(done.exception, SystemExit):
-            output += repr(done.exception)
+    if words[:2] == ["multipack", "launch"] and "--dry-run" not in words:
+        code, output = launched(shortened(words[1:]))
+    elif words[0] == "multipack" and words[1] not in ("watch", "bench"):
+        code, output = called(shortened(words[1:]))
+    elif words[0] == "multipack":
+        code, output = started(["-m", "multipack", *words[1:]])
     else:
-        if words[0] == "multipack":
-            words = [sys.executable, "-m", "multipack", *shortened(words[1:])]
-        else:
-            words = [sys.executable, str(ROOT / words[1]), *words[2:]]
-        more = {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        found = subprocess.run(words, env=os.environ | more, capture_output=True, text=True, timeout=280)
-        code, output = found.returncode, found.stdout + found.stderr
+        code, output = started([str(ROOT / words[1]), *words[2:]])
     if target:
         Path(target.split("#")[0].strip()).write_text(output)
     return code, output
+
+
+def called(words):
+    """`multipack` in this process."""
+    done = CliRunner().invoke(_app(), words, input="Hello\n")
+    crash = done.exception is not None and not isinstance(done.exception, SystemExit)
+    return done.exit_code, done.output + repr(done.exception) * crash
+
+
+def started(words):
+    """Python in a process of its own."""
+    more = {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, *words], env=os.environ | more, capture_output=True, text=True, timeout=280
+    )
+    return found.returncode, found.stdout + found.stderr
+
+
+def launched(words):
+    """The ranks of `multipack launch`: of the command that it becomes."""
+    with mock.patch("multipack.launch.launcher.become") as become:
+        code, output = called(words)
+    if code:
+        return code, output
+    (command,) = become.call_args.args
+    size = int(command[command.index("--nproc-per-node") + 1])
+    _, *settings = command[command.index("multipack") + 1 :]
+    ranks = forked.together(Path("ranks"), settings, size)
+    return max(abs(rank.code or 0) for rank in ranks), "".join(rank.text for rank in ranks)
 
 
 @cache
@@ -142,10 +172,16 @@ def _app():
     return app
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
     """A folder with what pages take for granted, without models and stores."""
-    monkeypatch.chdir(tmp_path)
+    place = tmp_path_factory.mktemp("pages")
+    with contextlib.chdir(place):
+        write_files()
+    return place
+
+
+def write_files():
     draw = np.random.default_rng(0)
     np.save("lengths.npy", draw.integers(10, 2000, 500))
     np.save("heavy.npy", np.random.default_rng(0).lognormal(6.5, 1.5, 10_000).astype(int).clip(1, 16_384))
@@ -174,6 +210,13 @@ def folder(tmp_path, monkeypatch):
         Path(name).mkdir()
         for number, text in enumerate(texts):
             Path(f"{name}/{number}.txt").write_text(f"{text[:60]}\n\n{text[:-60:-1]}")
+
+
+@pytest.fixture
+def folder(written, tmp_path, monkeypatch):
+    """A copy of the folder, which is the working directory."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -193,23 +236,32 @@ def chat_of(text):
     return [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text}]
 
 
-@pytest.fixture
-def filled(folder, known_peak):
-    """The same with stores and a model of Hugging Face."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+@pytest.fixture(scope="session")
+def prepared(written, known_peak, tmp_path_factory):
+    """A folder with stores, models of Hugging Face and a run beside those files."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    place = tmp_path_factory.mktemp("prepared")
+    shutil.copytree(written, place, dirs_exist_ok=True)
+    with contextlib.chdir(place), mock.patch.dict(os.environ, XDG_CACHE_HOME=str(place / "cache")):
+        prepare_files()
+    return place
+
+
+def prepare_files():
     import pyarrow
     import pyarrow.parquet
     import torch
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
     Path("web").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "web/a.parquet")
-    for name in ("code", "chat", "books"):
-        assert run(f"multipack prepare data=jsonl data.path=train.jsonl --store {name}.store")[0] == 0
-    shutil.copytree("code.store", "shards")
-    shutil.copytree("code.store", "web.store")
+    assert not check("multipack prepare data=jsonl data.path=train.jsonl --store code.store")
+    for name in ("chat.store", "books.store", "web.store", "shards"):
+        shutil.copytree("code.store", name)
+    assert not check("multipack train out=runs/any")
     torch.manual_seed(0)
     letters = {chr(number): number for number in range(256)} | {"<eos>": 256}
     tokenizer = Tokenizer(models.WordLevel(letters, " "))
@@ -219,7 +271,14 @@ def filled(folder, known_peak):
     for name in ("llama", "my-llama"):
         transformers.LlamaForCausalLM(shape).save_pretrained(f"models/{name}")
         fast.save_pretrained(f"models/{name}")
-    return folder
+
+
+@pytest.fixture
+def filled(prepared, tmp_path, monkeypatch):
+    """A copy of that folder, which is the working directory."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def check(command, accepted=(0,)):
@@ -249,9 +308,9 @@ def test_commands_that_take_longer(block, filled):
     wrong, text = [], "\n".join(block)
     for name in set(re.findall(r"runs/\w+", text)):
         if f"out={name}" not in text:
-            wrong.append(check(f"multipack train out={name}"))
+            shutil.copytree("runs/any", name)
     for command in block:
-        if not is_others(command):
+        if not is_others(command) and (not is_quick(command) or " > " in command):
             # A probe ends with 1 where it found something, and a doctor where something is missing here.
             wrong.append(check(command, (0, 1) if re.match("multipack (probe|doctor)", command) else (0,)))
     assert not any(wrong), "\n".join(filter(None, wrong))

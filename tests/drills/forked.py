@@ -167,8 +167,9 @@ def start(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     where = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", ""), **(environment or {})}
+    place = (str(folder.absolute()), os.getcwd())
     process = context.Process(
-        target=_child, args=(str(folder), function.__name__, arguments, event, cpu, where), daemon=True
+        target=_child, args=(place, function.__name__, arguments, event, cpu, where), daemon=True
     )
     process.start()
     return Running(process, folder)
@@ -195,8 +196,15 @@ def together(folder: Path, words: list[str], size: int, killed: int = 0, **kill:
 
 
 def _child(
-    folder: str, name: str, arguments: Any, event: int | None, cpu: float | None, environment: dict[str, str]
+    place: tuple[str, str],
+    name: str,
+    arguments: Any,
+    event: int | None,
+    cpu: float | None,
+    environment: dict[str, str],
 ) -> None:
+    folder, directory = place
+    os.chdir(directory)  # that of the server is where it was started
     os.environ.update(environment)
     for number, file in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{file}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
