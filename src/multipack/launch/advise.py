@@ -353,7 +353,9 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
             for variant in variants:
-                if request.optimizer == "adamw_8bit_bnb" and variant.uses_fsdp:  # it updates whole tensors
+                if (
+                    request.optimizer.endswith(("_bnb", "_ao")) and variant.uses_fsdp
+                ):  # they update whole tensors
                     continue
                 try:
                     variant.check(request.model, devices, request.capacity, request.dtype)

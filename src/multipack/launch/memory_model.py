@@ -22,7 +22,9 @@ from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "muon"]
+OptimizerName = Literal[
+    "adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao", "adamw_4bit_ao", "muon"
+]
 Recompute = Literal["none", "selective", "full"]
 """Activation checkpointing, fastest first, and with the least memory last."""
 
@@ -30,9 +32,10 @@ STATE_BYTES: dict[OptimizerName, float] = {
     "adamw": 8,
     "muon": 8,
     "adamw_bf16": 4,
-    **dict.fromkeys(("adamw_8bit", "adamw_8bit_bnb"), 2 + 8 / 256),
+    **dict.fromkeys(("adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao"), 2 + 8 / 256),
+    "adamw_4bit_ao": 1 + 8 / 128,
 }
-"""Bytes of two moments of an element; those of 8 bits have a scale for 256 elements (training/compact_adamw.py)."""
+"""Bytes of two moments of an element; 8 bits have a scale for 256 elements (training/compact_adamw.py), 4 for 128."""
 LOSS_CHUNK_TOKENS = 1024
 """Number of rows whose logits exist at a time on a CPU, and the minimum on a GPU (ops/logits.py)."""
 LOSS_CHUNK_BYTES = 2**30

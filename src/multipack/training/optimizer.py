@@ -21,6 +21,7 @@ from multipack.training.bitsandbytes_adamw import bitsandbytes_adamw
 from multipack.training.compact_adamw import CompactAdamW, Moments
 from multipack.training.rules import Rule, read_rule, unused_message
 from multipack.training.settings import OptimizerConfig
+from multipack.training.torchao_adamw import torchao_adamw
 
 FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 """Devices for which torch has AdamW as one kernel for all tensors of a group."""
@@ -193,6 +194,8 @@ OPTIMIZERS: dict[str, tuple[str, Builder]] = {
     "adamw_bf16": ("AdamW with bfloat16 moments", partial(_compact, "bf16")),
     "adamw_8bit": ("AdamW with 8-bit moments", partial(_compact, "8bit")),
     "adamw_8bit_bnb": ("AdamW of bitsandbytes with 8-bit moments", bitsandbytes_adamw),
+    "adamw_8bit_ao": ("AdamW of torchao with 8-bit moments", partial(torchao_adamw, "AdamW8bit")),
+    "adamw_4bit_ao": ("AdamW of torchao with 4-bit moments", partial(torchao_adamw, "AdamW4bit")),
     "muon": ("Muon", _muon),
 }
 """`optimizer.name` → name of the algorithm, and a function of parameter groups and settings."""

@@ -161,13 +161,13 @@ class Config:
                 f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
                 f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
             )
-        if name == "adamw_8bit_bnb" and (parallel.uses_fsdp or parallel.offload != "none"):
+        if name.endswith(("_bnb", "_ao")) and (parallel.uses_fsdp or parallel.offload != "none"):
             plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
             setting = next(
                 (each for each, value in plain.items() if getattr(parallel, each) != value), "data"
             )
             raise ValueError(
-                f"optimizer.name=adamw_8bit_bnb updates whole tensors on the device, which parallel.{setting}="
+                f"optimizer.name={name} updates whole tensors on the device, which parallel.{setting}="
                 f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
                 " or optimizer.name=adamw_8bit"
             )

@@ -141,8 +141,10 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "muon"] = "adamw"
-    """AdamW, with moments in float32, bfloat16 or 8 bits (bnb: by bitsandbytes), or Muon for matrices of blocks."""
+    name: Literal[
+        "adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao", "adamw_4bit_ao", "muon"
+    ] = "adamw"
+    """AdamW, its moments in 32, 16, 8 or 4 bits (bnb: by bitsandbytes, ao: torchao), or Muon for matrices of blocks."""
     lr: float = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: float = -1.0

@@ -31,7 +31,7 @@ _OPTIMIZERS = {
     "paged_adamw_32bit": ("adamw", "its states are not paged: parallel.offload keeps them on the host"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), ("adamw_8bit", "")),
     "paged_adamw_8bit": ("adamw_8bit", "its states are not paged"),
-    "adamw_torch_4bit": ("adamw_8bit", "its states have 8 bits instead of 4: more memory, less rounding"),
+    "adamw_torch_4bit": ("adamw_4bit_ao", ""),
     "muon": ("muon", "its learning rate is scaled as by optimizer.name=muon"),
 }
 
