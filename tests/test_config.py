@@ -195,6 +195,15 @@ def test_resume_takes_the_saved_values_under_the_words(tmp_path):
         compose_run([f"train.resume={run.path}", "model.layers=3"])
 
 
+def test_a_saved_value_that_is_no_longer_legal_is_named_and_can_be_replaced(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(config_yaml(compose(["parallel.context_method=planned"])).replace("planned", "ring"))
+    with pytest.raises(ConfigError, match=r"^parallel\.context_method=ring: .*planned.*ulysses"):
+        compose_run([f"train.resume={run.path}"])
+    resumed = compose_run([f"train.resume={run.path}", "parallel.context_method=planned"])
+    assert resumed.parallel.context_method == "planned"
+
+
 def test_a_checkpoint_continues_with_its_own_settings(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose(["train.seed=11"])))

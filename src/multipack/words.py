@@ -69,7 +69,8 @@ def merge(
     groups = _groups(schema)
     tree = copy.deepcopy(_defaults(typing.cast(Any, schema)))
     pairs = [translate(*split(word)) for word in words]
-    _apply(tree, flatten(base or {}))
+    replaced = dict(pairs)  # a saved value need not be legal any more if a word replaces it
+    _apply(tree, {key: value for key, value in flatten(base or {}).items() if key not in replaced})
     for _, path in (pair for pair in pairs if pair[0] == "config"):
         values = dict(translate(*pair) for pair in flatten(read_yaml(path)).items())
         for group in [key for key in values if key in groups]:

@@ -127,7 +127,7 @@ def run(mesh, config, shape, optimizer, steps, count, adapter="", kind="random")
 
 def case(world, words, *arguments):
     folder = {"offload_folder": tempfile.gettempdir()} if words.get("offload") == "disk" else {}
-    config = ParallelConfig(**words, **folder).resolved(arguments[0])
+    config = ParallelConfig(**words, **folder).resolved(arguments[0], arguments[-1] == "shared")
     config.check(arguments[0], world.size, SLOTS)
     found = run(build_mesh(config, world), config, *arguments)
     return found if world.rank in (0, world.size - 1) else None

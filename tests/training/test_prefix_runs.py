@@ -68,6 +68,7 @@ def test_losses_equal_those_of_a_run_that_shares_nothing(base, tmp_path, pairs, 
     [
         (["plan.align=16"], r"plan\.align=16"),
         (["parallel.context=2", "parallel.context_method=planned"], r"context_method=planned .*ulysses"),
+        (["parallel.context=2", "model.heads=1"], r"parallel\.context=2 \(ulysses\) .*model\.heads=1"),
         (["model.rope_type=dynamic", "model.rope_factor=2", "model.context=64"], r"rope_type=dynamic"),
         (
             [

@@ -128,12 +128,12 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
         )
     each, schedule = slots // ranks, None
     tokens = torch.arange(rank * each, (rank + 1) * each)
-    if placing is not None and batch.tree is not None and placing.prices.token is None:
+    if placing is not None and batch.tree is not None:
         raise ValueError(
             "parallel.context_method=planned places whole documents, and these share tokens: use"
             " parallel.context_method=ulysses, or data.share_prefixes=off"
         )
-    if placing is not None and batch.tree is None:
+    if placing is not None:
         placement, computed = placing(batch.lengths[: batch.num_documents], slots)
         if placement is not None:
             each = int(computed[rank])

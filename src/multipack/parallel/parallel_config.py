@@ -170,14 +170,14 @@ class ParallelConfig:
         """Number that must divide the slots of every pack, of which ranks compute equal parts."""
         return self.context * self.tensor
 
-    def resolved(self, shape: ModelShape, attention: str = "auto") -> ParallelConfig:
+    def resolved(self, shape: ModelShape, limited: bool = False) -> ParallelConfig:
         """The same settings, with ulysses in place of auto where the kernels of planned are not exact.
 
         Args:
             shape: shape of the decoder.
-            attention: `model.attention`, a backend that only ulysses calls.
+            limited: whether a backend was chosen, which only ulysses calls, or documents share tokens.
         """
-        limited = shape.window or shape.attention_cap or shape.architecture or attention != "auto"
+        limited = bool(limited or shape.window or shape.attention_cap or shape.architecture)
         return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:

@@ -89,7 +89,8 @@ class Config:
         """Check groups of settings individually, and choose the method of context parallelism."""
         self.data.check()
         self.tokenizer.check()
-        self.parallel = self.parallel.resolved(self.model, self.model.attention)
+        limited = self.model.attention != "auto" or self.data.share_prefixes != "off"
+        self.parallel = self.parallel.resolved(self.model, limited)
         if self.model.attention != "auto":
             from multipack.ops.attention import find_backend  # imports torch
 
@@ -273,7 +274,7 @@ def compose_run(words: Iterable[str]) -> Config:
     before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
     config = compose(given, before)
     _check_unchanged(before, settings)
-    if differing := config.adapter.differing(compose([], before).adapter):
+    if differing := config.adapter.differing(saved_adapter(before)):
         raise ConfigError(
             f"adapter.{differing[0]} cannot change in a resumed run, whose adapters depend on it; leave it out, or"
             " start a new run with another out="
@@ -330,14 +331,9 @@ def saved_shape(checkpoint: Path) -> ModelShape:
         raise ConfigError(f"{file} does not describe a model: {error}") from error
 
 
-def saved_adapter(checkpoint: Path) -> AdapterConfig:
-    """The settings of adapters in the config.yaml of a checkpoint.
-
-    Raises:
-        ConfigError: the file cannot be read, or its settings are illegal.
-    """
-    values = read_yaml(checkpoint / "config.yaml").get("adapter", {})
-    return compose([], {"model": {"kv_heads": 0}, "adapter": values}).adapter
+def saved_adapter(saved: Mapping[str, Any]) -> AdapterConfig:
+    """The settings of adapters among those of a saved run; raises a ConfigError if they are illegal."""
+    return compose([], {"model": {"kv_heads": 0}, "adapter": saved.get("adapter", {})}).adapter
 
 
 def resolve_weights(config: Config) -> Config:

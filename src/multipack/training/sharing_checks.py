@@ -25,9 +25,9 @@ def check_sharing(config: Any) -> None:
             f"plan.max_documents={config.plan.max_documents} counts documents, and {given} places several at once: use"
             " plan.max_documents=0"
         )
-    if parallel.context > 1 and parallel.context_method not in ("ulysses", "auto"):
+    if parallel.context > 1 and parallel.context_method == "planned":
         raise ValueError(
-            f"parallel.context_method={parallel.context_method} divides documents, which {given} lets share tokens:"
+            f"parallel.context_method=planned divides documents, which {given} lets share tokens:"
             " use parallel.context_method=ulysses"
         )
     if (name := model.rotation_limit) and config.plan.longest > (limit := getattr(model, name)):

@@ -34,6 +34,7 @@ from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.run_config import saved_adapter, saved_shape
+from multipack.words import read_yaml
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
@@ -158,7 +159,7 @@ def find_weights(
     checkpoint = load_checkpoint(folder, world, weights_only=True)
     read = _reader(checkpoint, averaged=weights == "ema")
     shape, tokenizer, step = trained_shape(folder), Tokenizer.load(folder), checkpoint.step
-    config = saved_adapter(folder)
+    config = saved_adapter(read_yaml(folder / "config.yaml"))
     if config.name == "none":
         return TrainedWeights(folder, shape, read, tokenizer, step)
     try:
