@@ -39,7 +39,7 @@ def test_mistakes_are_found_before_anything_starts(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     restarts = ("--max-restarts", "3")
     checkpoint = "train.resume=runs/a/checkpoints/step-00000002"
-    for options, words, named in (
+    mistakes = (
         ((), ["trian"], "did you mean train"),
         ((), ["train", "nonsense=1"], "nonsense"),
         ((), [], "after --"),
@@ -48,11 +48,11 @@ def test_mistakes_are_found_before_anything_starts(run, tmp_path, monkeypatch):
         (restarts, ["train", "train.resume=auto"], "add out=RUN_DIR"),
         (restarts, ["train", checkpoint, "out=runs/a"], "add train.resume=auto"),
         (restarts, ["doctor"], "not doctor"),
-    ):
-        for start in (LAUNCH, SUBMIT):
-            done = run(*start, *options, "--", *words)
-            assert isinstance(done.exception, ValueError), words
-            assert named in str(done.exception), words
+    )
+    for number, (options, words, named) in enumerate(mistakes):
+        done = run(*(LAUNCH, SUBMIT)[number % 2], *options, "--", *words)
+        assert isinstance(done.exception, ValueError), words
+        assert named in str(done.exception), words
     for start in (
         ("launch", "-n", "3", "--dry-run"),
         ("launch", "--hostfile", "hosts", "--dry-run"),

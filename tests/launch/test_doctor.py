@@ -92,18 +92,18 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("program", "error"),
+    ("program", "seconds", "error"),
     [
-        ("print('[{}]')", ""),
-        ("import time; time.sleep(60)", "killed after 2 s"),
-        ("raise ValueError('a broken machine')", "ValueError: a broken machine"),
-        ("raise SystemExit(7)", "exit code 7"),
+        ("print('[{}]')", 20.0, ""),
+        ("import time; time.sleep(60)", 0.2, "killed after 0.2 s"),
+        ("raise ValueError('a broken machine')", 20.0, "ValueError: a broken machine"),
+        ("raise SystemExit(7)", 20.0, "exit code 7"),
     ],
     ids=["correct", "hangs", "raises", "ends"],
 )
-def test_processes_that_hang_or_fail_are_an_error(monkeypatch, program, error):
+def test_processes_that_hang_or_fail_are_an_error(monkeypatch, program, seconds, error):
     monkeypatch.setattr(doctor, "COLLECTIVES", ("-c", program))
-    assert run_collectives(os.environ, "cpu", 2.0) == ([] if error else [{}], error)
+    assert run_collectives(os.environ, "cpu", seconds) == ([] if error else [{}], error)
 
 
 def test_wrong_results_and_errors_are_failures(monkeypatch):

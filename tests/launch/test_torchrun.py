@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from multipack.launch import torchrun
 
@@ -19,10 +20,25 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize(("ends", "code"), [(3, 3), (-signal.SIGKILL, 137)])
+def test_the_exit_code_is_that_of_the_first_failure(monkeypatch, capsys, ends, code):
+    def fails():
+        raise ChildFailedError("program", {1: ProcessFailure(1, 99, ends, "no file")})
+
+    monkeypatch.setattr(torchrun, "torchrun", fails)
+    monkeypatch.setattr(torchrun.PContext, "close", torchrun.PContext.close)  # restored after `main`
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--max-restarts", "1"])
+    assert torchrun.main() == code
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: rank 1 was killed by SIGKILL" if ends < 0 else "")
+    assert bool(printed) == (ends < 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "message"),
     [
-        pytest.param("sys.exit('error: one line')", 1, "error: one line", marks=pytest.mark.slow),
+        ("sys.exit('error: one line')", 1, "error: one line"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
     ],
     ids=["exit", "killed"],

@@ -287,7 +287,7 @@ def run_collectives(
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers
         process.communicate()
-        return [], f"killed after {timeout_seconds:.0f} s"
+        return [], f"killed after {timeout_seconds:g} s"
     try:
         return json.loads(printed), ""
     except json.JSONDecodeError:
