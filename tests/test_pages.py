@@ -44,8 +44,8 @@ SMALL = {
     "data": "jsonl",
     "data.path": "train.jsonl",
     "tokenizer": "byte",
-    "model.layers": 2,
-    "model.d_model": 64,
+    "model.layers": 4,  # two stages each of two ranks
+    "model.d_model": 32,
     "model.d_ff": 48,
     "model.heads": 4,
     "model.kv_heads": 4,

@@ -20,7 +20,7 @@ REFUSALS = [
     ({**TEXT, "block_size": -1}, r"data\.block_size=-1"),
     ({**TEXT, "block_size": 1}, r"data\.block_size=1: at least 2"),
     ({**TEXT, "block_size": 8, "documents": "file"}, r"data\.block_size=8.*data\.documents=stream"),
-    ({**TEXT, "fields": ["a"]}, r"data\.fields=\['a'\].*jsonl, parquet, huggingface"),
+    ({**TEXT, "fields": ["a"]}, r"data\.fields=\['a'\].*only with jsonl"),
     ({**TEXT, "overlap": 2, "overlong": "drop"}, r"data\.overlap=2.*data\.overlong=split"),
     ({**JSONL, "block_size": 8}, r"data\.block_size=8.*data\.overlong=split"),
     ({**JSONL, "documents": "file"}, r"data\.documents=file.*text"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from itertools import permutations
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from multipack.planning.options import check_choice
 
@@ -125,6 +125,16 @@ class DataConfig:
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
+
+    @staticmethod
+    def preset(name: str) -> dict[str, str] | None:
+        """The settings of `data=SOURCE`; None if `name` is no source."""
+        return {"source": name} if name in get_args(SourceName) else None
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        """The sources, and the presets in files."""
+        return sorted((*get_args(SourceName), "shakespeare_char"))
 
     def check(self) -> None:
         """Check every setting and the combinations that contradict each other.

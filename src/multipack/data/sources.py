@@ -364,5 +364,6 @@ READERS: dict[str, Callable[[Source, SourceFile, BinaryIO], Iterator[Found]]] = 
 }
 """`data.source` → function that yields the documents of a file.
 
-The name of a new source must also be added to `SourceName` in data_config.py, and suffixes of its files to `SUFFIXES`.
+A new source also has its name in `SourceName` of data_config.py, suffixes of its files in `SUFFIXES`, and, if it reads
+records with fields, its name in `RECORDS`.
 """
