@@ -2,12 +2,13 @@
 
     python benchmarks/prefix_sharing.py
 
-Both train the same decoder on the same documents, whose completions are targets: forward, backward and optimizer. A row
+Both train the same decoder on the same documents, whose completions are targets: collator, forward, backward and
+optimizer. A row
 has groups of documents that begin with one prompt. The token ratio is that of slots; the ratio over it is 1 where a
 slot costs the same, and less where attention is a large part, which keeps the pairs of a completion and its prompt. In
-the last row no documents begin alike, and a collator that looks for common beginnings is compared with one that does
-not. Seconds are the CPU's, for busy machines; of all rounds the fastest counts. Results go to
-results/prefix_sharing.json.
+the last row no documents begin alike: a collator that looks for common beginnings is compared with one that does not,
+and the batches are equal. Seconds are the CPU's, for busy machines; of all rounds the fastest counts, and the median of
+the ratios of rounds is given beside it. Results go to results/prefix_sharing.json.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
@@ -55,9 +55,12 @@ def documents_of(row: Row, vocabulary: int) -> list[Document]:
     return made
 
 
-def seconds(model: Decoder, optimizer: torch.optim.Optimizer, batch: PackedBatch) -> float:
+def seconds(
+    model: Decoder, optimizer: torch.optim.Optimizer, collate: PackedCollator, documents: list[Document]
+) -> float:
     """CPU seconds of a step."""
     began = time.process_time()
+    batch = collate(documents)
     (model(batch) / batch.denominator).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -87,16 +90,21 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for row in ROWS:
         documents = documents_of(row, options.vocabulary)
-        batches = [PackedCollator(len(documents), 2048, min_prefix=least)(documents) for least in (None, 16)]
-        times = [[seconds(model, optimizer, batch) for batch in batches] for _ in range(options.rounds + 1)]
-        alone, shared = np.array(times[1:]).min(axis=0).tolist()
-        tokens = batches[0].num_slots / batches[1].num_slots
+        collators = [PackedCollator(len(documents), 2048, min_prefix=least) for least in (None, 16)]
+        times = np.zeros((options.rounds + 1, 2))
+        for number, each in enumerate(times):
+            for kind in (0, 1) if number % 2 else (1, 0):
+                each[kind] = seconds(model, optimizer, collators[kind], documents)
+        alone, shared = times[1:].min(axis=0).tolist()
+        before, after = (collate(documents).num_slots for collate in collators)
+        tokens = before / after
         found.append(
             {
                 **row._asdict(),
                 "token_ratio": tokens,
                 "step_ratio": alone / shared,
                 "step_over_token_ratio": alone / shared / tokens,
+                "median_step_ratio": float(np.median(times[1:, 0] / times[1:, 1])),
                 "seconds": alone,
                 "seconds_shared": shared,
             }

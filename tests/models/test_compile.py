@@ -204,16 +204,21 @@ def arguments(dtype, window, lengths=(5, 140, 140, 1, 0, 0), heads=4, kv_heads=2
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 3), (torch.bfloat16, None)])
 def test_operator_passes_opcheck(dtype, window):
     q, k, v, bounds, window = arguments(dtype, window)
-    key_bounds = None
-    if window:
-        _, k, v, key_bounds, _ = arguments(dtype, window, (5, 147, 200, 3, 0, 0))
-    opcheck(document_attention, (q, k, v, bounds, window, key_bounds))
+    opcheck(document_attention, (q, k, v, bounds, window, None if window else behind_the_first(bounds)))
+
+
+def behind_the_first(bounds):
+    """`PackedTree.ends` of nodes that all go on from the first one."""
+    sizes = bounds.diff()
+    return torch.cat([bounds[-1].expand(sizes[0]), bounds[2:].repeat_interleave(sizes[1:])])
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_gradients_of_the_operator(window):
+@pytest.mark.parametrize("tree", [False, True])
+def test_gradients_of_the_operator(window, tree):
     q, k, v, bounds, window = arguments(torch.float64, window, (5, 3, 3, 0), 2, 1, 4)
-    assert torch.autograd.gradcheck(lambda *x: document_attention(*x, bounds, window)[0], (q, k, v))
+    ends = behind_the_first(bounds) if tree else None
+    assert torch.autograd.gradcheck(lambda *x: document_attention(*x, bounds, window, ends)[0], (q, k, v))
 
 
 def test_operator_refuses_bounds_of_other_tensors():

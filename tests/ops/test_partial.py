@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.ops.partial import CPU, FLASH, PLAIN, Bounds, choose_kernel, merge
+from multipack.ops.attention.runs import merge
+from multipack.ops.partial import CPU, FLASH, PLAIN, Bounds, choose_kernel
 
 
 def tensors(dtype=torch.float32, kv_heads=2, slots=32, width=8):

@@ -101,13 +101,6 @@ def choose_kernel(q: Tensor) -> Kernel:
     return PLAIN
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the result over other keys into `out` (Q, H, D) and `lse` (Q, H), in place."""
-    total = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
-
-
 def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
     """(S, H, D) → (S, K, D): sum over the query heads that read a key head."""
     groups = grad.shape[1] // x.shape[1]

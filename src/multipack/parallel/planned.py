@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.ops.attention import check_heads
-from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
+from multipack.ops.attention.runs import merge
+from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel
 from multipack.parallel.collectives import Group
 from multipack.planning.lengths import offsets_of
 from multipack.planning.placement import Placement

@@ -10,10 +10,14 @@ function, without an autograd node per document.
             d e f         ■ ■ ■ ■ ■              grows with length · window, not with length².
             g                   ■ ■ ■
 
-Where documents share tokens, the queries of a node see the keys of its path (`PackedBatch.tree`), which are gathered:
-the last l of them are its own. These nodes, too, are cut into tiles of queries, whose masks hide a triangle each.
+Where documents share tokens (`PackedBatch.tree`), nodes are computed like documents. Then all nodes behind a node see
+its keys, in one call without a mask, and results merge by their log-sum-exps:
 
-On other devices it calls `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled.
+    p p p ─┬─ a a         p p p │ a a │ b           queries a a b see keys p p p
+           └─ b
+
+On other devices it calls `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled; there
+the queries of a node see the keys of its path, which are gathered.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ from torch import Tensor
 
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention.runs import (
+    PathBlock,
     Run,
     gathered,
     heads_first,
+    merge,
+    path_blocks,
     path_runs,
     repeat_heads,
     runs,
@@ -60,20 +67,20 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
         return _by_sdpa(q, k, v, batch, window)
     if k.shape[1] != q.shape[1] and not GROUPED_KERNELS:
         k, v = repeat_heads(k, q), repeat_heads(v, q)
-    bounds = None if batch.tree is None else batch.tree.cu_seqlens_k
-    out: Tensor = document_attention(q, *gathered(k, v, batch), batch.cu_seqlens, window, bounds)[0]
+    ends = None if batch.tree is None else batch.tree.ends
+    out: Tensor = document_attention(q, k, v, batch.cu_seqlens, window, ends)[0]
     return out.to(q.dtype)
 
 
-def _tiles(queries: int, keys: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a document or node: slices of its queries, and of the keys that any of them sees.
+def _tiles(queries: int, keys: int, before: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of queries, and of the keys that any of them sees: slices.
 
-    The queries have the positions of the last keys.
+    The first query has the position of key `before`, where there may be no key.
     """
-    size, before = max(window, TILE_TOKENS) if window < keys else PATH_TILE_TOKENS, keys - queries
+    size = max(window, TILE_TOKENS) if window < before + queries else PATH_TILE_TOKENS
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        yield slice(start, stop), slice(max(0, before + start - window + 1), before + stop)
+        yield slice(start, stop), slice(max(0, before + start - window + 1), min(keys, before + stop))
 
 
 def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -> Tensor | None:
@@ -99,17 +106,6 @@ def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
     return [stop - start for start, stop in pairwise(starts)]
 
 
-def _runs(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None
-) -> tuple[list[Run], list[Run]]:
-    """Runs of the queries, and of their keys."""
-    lengths = _lengths(cu_seqlens, len(q))
-    if cu_seqlens_k is None:
-        found = list(runs(lengths))
-        return found, found
-    return path_runs(lengths, _lengths(cu_seqlens_k, len(k)))
-
-
 def _kernel_dtypes(found: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
     """The dtype in which the kernel computes each run, for inputs of `dtype`."""
     visible = [
@@ -125,16 +121,28 @@ def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> l
     return [cast[dtype][index] for index, dtype in enumerate(dtypes)]
 
 
+def _untiled(q: Tensor, k: Tensor, before: int, window: int) -> bool:
+    """Whether one call of a kernel computes all queries: causally with `before` 0, else each sees all keys."""
+    return window >= before + q.shape[2] and (before == 0 or before >= k.shape[2])
+
+
 def _attend(
-    window: int | None, kernel: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor
+    window: int | None,
+    before: int,
+    kernel: Callable[..., tuple[Tensor, ...]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The results of `kernel` for a run, tile by tile with a window or a path; tensors are (documents, H, l, …)."""
-    keys, before = k.shape[2], k.shape[2] - q.shape[2]
-    window = keys if window is None else min(window, keys)
-    if not before and window == keys:
-        return kernel(q, k, v, is_causal=True)
+    """The results of `kernel` for a run, in tiles where keys are hidden; tensors are (documents, H, l, …).
+
+    The first query has the position of key `before`, where there may be no key.
+    """
+    window = before + q.shape[2] if window is None else window
+    if _untiled(q, k, before, window):
+        return kernel(q, k, v, is_causal=before == 0)
     parts = []
-    for rows, columns in _tiles(q.shape[2], keys, window):
+    for rows, columns in _tiles(q.shape[2], k.shape[2], before, window):
         band = _band(rows, columns, before, window, q)
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         parts.append(kernel(*tile, is_causal=band is None, attn_mask=band))
@@ -142,18 +150,24 @@ def _attend(
 
 
 def _gradients(
-    window: int | None, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    window: int | None,
+    before: int,
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of a run; tensors are (documents, H, l, …)."""
+    """Gradients of q, k and v of a run; tensors are (documents, H, l, …), `before` as in `_attend`."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    keys, before = k.shape[2], k.shape[2] - q.shape[2]
-    window = keys if window is None else min(window, keys)
-    if not before and window == keys:
-        dq, dk, dv = kernel(upstream, q, k, v, out, lse, 0.0, True)
+    window = before + q.shape[2] if window is None else window
+    if _untiled(q, k, before, window):
+        dq, dk, dv = kernel(upstream, q, k, v, out, lse, 0.0, before == 0)
         return dq, dk, dv
     # Tiles have keys in common, whose gradients are summed.
     parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    for rows, columns in _tiles(q.shape[2], keys, window):
+    for rows, columns in _tiles(q.shape[2], k.shape[2], before, window):
         band = _band(rows, columns, before, window, q)
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         part_lse = lse[:, :, rows].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`
@@ -171,7 +185,7 @@ def _gradients(
     "multipack::document_attention",
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window, Tensor? cu_seqlens_k=None)"
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window, Tensor? ends=None)"
     " -> (Tensor, Tensor)",
 )
 def document_attention(
@@ -180,30 +194,42 @@ def document_attention(
     v: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
-    cu_seqlens_k: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention inside each document on a CPU, and its log-sum-exp.
 
     Args:
         q: (T, H, D).
-        k: (S, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
-        v: (S, K, D).
-        cu_seqlens: (N + 1,) starts of the documents and T; empty documents are skipped.
+        k: (T, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
+        v: (T, K, D).
+        cu_seqlens: (N + 1,) starts of the documents, or nodes, and T; empty ones are skipped.
         window: as for `attention`.
-        cu_seqlens_k: (N + 1,) starts of the keys that each document's queries see, and S. The queries have the
-            positions of the last of them. None = the bounds of the queries, S = T.
+        ends: (T,) where documents share tokens, see `PackedTree`; None = they do not.
 
     Returns:
         (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
         unrounded result.
     """
-    found, paths = _runs(q, k, cu_seqlens, cu_seqlens_k)
-    dtypes = _kernel_dtypes(paths, window, q.dtype)
-    inputs = zip(*(_by_run(x, each, dtypes) for x, each in ((q, found), (k, paths), (v, paths))), strict=True)
+    found = list(runs(_lengths(cu_seqlens, len(q))))
+    dtypes = _kernel_dtypes(found, window, q.dtype)
+    inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts = zip(*(_attend(window, kernel, *each) for each in inputs), strict=True)
+    parts = zip(*(_attend(window, 0, kernel, *each) for each in inputs), strict=True)
     out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
+    for part in path_blocks(cu_seqlens, ends, window):
+        own = _of_block(part, window, (q,), (k, v))
+        more, more_lse = _attend(window, part.before, kernel, *own)
+        merge(out[part.rows], lse[part.rows], more[0].transpose(0, 1), more_lse[0].transpose(0, 1))
     return out, lse
+
+
+def _of_block(
+    part: PathBlock, window: int | None, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> list[Tensor]:
+    """(1, H, l, …) parts of tensors of queries and of keys, in the dtype in which the kernel computes them."""
+    (dtype,) = _kernel_dtypes([Run(1, part.columns.stop - part.columns.start)], window, of_keys[0].dtype)
+    cut = [*(x[part.rows] for x in of_queries), *(x[part.columns] for x in of_keys)]
+    return [x.to(dtype).transpose(0, 1)[None] for x in cut]
 
 
 @document_attention.register_fake
@@ -213,7 +239,7 @@ def _(
     v: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
-    cu_seqlens_k: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = at_least_float32(q.dtype)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
@@ -224,7 +250,7 @@ def _(
     mutates_args=(),
     device_types="cpu",
     schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt? window,"
-    " Tensor? cu_seqlens_k) -> (Tensor, Tensor, Tensor)",
+    " Tensor? ends) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     upstream: Tensor,
@@ -235,16 +261,26 @@ def _backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
-    cu_seqlens_k: Tensor | None,
+    ends: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    found, paths = _runs(q, k, cu_seqlens, cu_seqlens_k)
-    dtypes = _kernel_dtypes(paths, window, q.dtype)
-    places = (upstream, found), (q, found), (k, paths), (v, paths), (out, found)
-    inputs = zip(*(_by_run(x, each, dtypes) for x, each in places), heads_first(lse, found), strict=True)
-    parts = zip(*(_gradients(window, *each) for each in inputs), strict=True)
-    dq, dk, dv = (tokens_first(each).to(q.dtype) for each in parts)
-    return dq, dk, dv
+    found = list(runs(_lengths(cu_seqlens, len(q))))
+    dtypes = _kernel_dtypes(found, window, q.dtype)
+    tensors = (_by_run(x, found, dtypes) for x in (upstream, q, k, v, out))
+    parts = zip(
+        *(_gradients(window, 0, *each) for each in zip(*tensors, heads_first(lse, found), strict=True)),
+        strict=True,
+    )
+    dq, dk, dv = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
+    for part in path_blocks(cu_seqlens, ends, window):
+        above, query, outs, key, value = _of_block(part, window, (upstream, q, out), (k, v))
+        lses = lse[part.rows].transpose(0, 1)[None]
+        more = _gradients(window, part.before, above, query, key, value, outs, lses)
+        for total, place, each in zip(
+            (dq, dk, dv), (part.rows, part.columns, part.columns), more, strict=True
+        ):
+            total[place] += each[0].transpose(0, 1)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 @_backward.register_fake
@@ -257,19 +293,19 @@ def _(
     lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
-    cu_seqlens_k: Tensor | None,
+    ends: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.window, cu_seqlens_k = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
+    q, k, v, cu_seqlens, ctx.window, ends = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, ends)
 
 
 def _autograd_backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, cu_seqlens_k = ctx.saved_tensors
-    return (*_backward(upstream, *saved, ctx.window, cu_seqlens_k), None, None, None)
+    *saved, ends = ctx.saved_tensors
+    return (*_backward(upstream, *saved, ctx.window, ends), None, None, None)
 
 
 document_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -286,5 +322,6 @@ def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> tuple[Tensor]:
         return (F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **mask),)
 
-    inputs = zip(heads_first(q, found), heads_first(k, paths), heads_first(v, paths), strict=True)
-    return tokens_first([_attend(window, kernel, *each)[0] for each in inputs])
+    befores = [path.length - run.length for run, path in zip(found, paths, strict=True)]
+    inputs = zip(befores, heads_first(q, found), heads_first(k, paths), heads_first(v, paths), strict=True)
+    return tokens_first([_attend(window, before, kernel, *each)[0] for before, *each in inputs])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,55 @@ def path_runs(lengths: Iterable[int], paths: Iterable[int]) -> tuple[list[Run], 
             found.append(Run(count, length))
             behind.append(Run(count, path))
     return found, behind
+
+
+class PathBlock(NamedTuple):
+    """Queries of nodes, and keys of a node that they see.
+
+    Attributes:
+        rows: slots of the queries.
+        columns: slots of the keys.
+        before: positions from the first key to the first query.
+    """
+
+    rows: slice
+    columns: slice
+    before: int
+
+
+def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> Iterator[PathBlock]:
+    """What queries of nodes see of the nodes before theirs: nothing without `ends`, which are of `PackedTree`.
+
+    All nodes behind a node are neighbors, and see all its keys: one block. With a window each node has one with
+    every node of its path that has keys in reach, and these tokens alone, so that no query is without a key.
+    """
+    if ends is None:
+        return
+    bounds = cu_seqlens.tolist()
+    behind = ends[cu_seqlens[:-1].clamp(max=len(ends) - 1)].tolist()
+    path = list[tuple[int, int, int, int]]()  # nodes before: bounds, end of those behind, position
+    for (start, stop), end in zip(pairwise(bounds), behind, strict=True):
+        while path and path[-1][2] <= start:
+            path.pop()
+        position = path[-1][3] + path[-1][1] - path[-1][0] if path else 0
+        if window is None:
+            if end > stop > start:
+                yield PathBlock(slice(stop, end), slice(start, stop), stop - start)
+        else:
+            for first, last, _, place in path:
+                hidden = max(0, position - place - window + 1)
+                before = position - place - hidden
+                rows = min(stop - start, last - first - hidden + window - 1 - before)
+                if rows > 0:
+                    yield PathBlock(slice(start, start + rows), slice(first + hidden, last), before)
+        path.append((start, stop, end, position))
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the result over other keys into `out` (Q, H, D) and `lse` (Q, H), in place; see ops/partial.py."""
+    total = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
 
 
 def gathered(k: Tensor, v: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
