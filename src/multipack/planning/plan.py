@@ -313,26 +313,15 @@ def plan(
     else:
         checked = check_lengths(lengths, chosen.capacity, chosen.align)
     counts = None if targets is None else check_targets(targets, checked)
-    weighted = None if weights is None else check_weights(weights, len(checked))
     opening = check_carried(carried, len(checked))
-    if items is None:
-        slots = chosen.slots(checked)
-        most_documents = chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0)
-        own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
-        sequence = np.concatenate([opening, own]).astype(np.uint32 if len(checked) < 1 << 32 else np.int64)
-        del own
-    else:
-        slots, most_documents = check_lengths(items.slots, chosen.capacity), items.most_documents
-        sequence = np.arange(len(slots))
+    slots, sequence, most_documents = _placed(items, checked, opening, chosen, seed, epoch)
     balanced = chosen.balanced_cost(cost_model, slots)
 
     def price(entries: Integers, sizes: Integers) -> Integers:
         return balanced.cost(sizes, None if items is None else items.attention.take(entries))
 
-    ends = offsets_of(slots[sequence])
     rules = StepRules(chosen, price, seed, epoch, even=chosen.tail == "keep")
-    made, window = divide_epoch(ends, rules, steps)
-    del ends
+    made, window = divide_epoch(offsets_of(slots[sequence]), rules, steps)
     left = sequence[made.left(len(sequence))].astype(np.int64)
     left = left if items is None else items.documents(left)
     nothing, key = np.empty(0, dtype=np.int64), chosen.key(balanced, steps)
@@ -340,7 +329,7 @@ def plan(
     return Plan(
         lengths=checked,
         target_counts=counts,
-        weights=weighted,
+        weights=None if weights is None else check_weights(weights, len(checked)),
         options=chosen,
         loss_weighting=loss_weighting,
         seed=seed,
@@ -362,3 +351,17 @@ def plan(
         most_documents=most_documents,
         seconds=time.perf_counter() - started,
     )
+
+
+def _placed(
+    items: Items | None, lengths: Integers, opening: Integers, options: PlanOptions, seed: int, epoch: int
+) -> tuple[Integers, NDArray[Any], int]:
+    """Slots of all items, the items of the epoch in order, and the maximum number of documents of a pack."""
+    if items is not None:
+        slots = check_lengths(items.slots, options.capacity)
+        return slots, np.arange(len(slots)), items.most_documents
+    slots, count = options.slots(lengths), len(lengths)
+    most_documents = options.most_documents(slots, options.tail == "carry" or len(opening) > 0)
+    own = np.arange(count) if options.order == "given" else permutation(seed, epoch, count)
+    sequence = np.concatenate([opening, own]).astype(np.uint32 if count < 1 << 32 else np.int64)
+    return slots, sequence, most_documents
