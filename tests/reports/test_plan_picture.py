@@ -10,9 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
+from multipack.data.prefix_tree import PrefixTree
+from multipack.data.shared_prefixes import FlatTokens, SharedPrefixes
+from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report
 from multipack.reports.plan_view import MOST_DOCUMENTS, nines, plan_view
+from multipack.reports.tree_picture import nodes_of, rows_of
 
 
 def _view(lengths, ranks=4, step=0, **options):
@@ -106,6 +110,81 @@ def test_the_command_writes_the_picture(lengths, tmp_path, kind):
         assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
     else:
         assert content.startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["documents", "pairs"])
+def shared(request):
+    """A plan of documents, or pairs, that share beginnings, with the tokens of both documents of each entry."""
+    random, documents = np.random.default_rng(2), []
+    for number in range(120):
+        answer = random.integers(0, 2, 12)
+        # Only first answers of pairs have more in common than their prompts, as items of pairs count it.
+        answer[0] = 1000 + number if request.param and number % 2 else answer[0]
+        documents.append(np.append([number // 40] * 30 + [number // 4] * 20, answer))
+    entries = [documents[i : i + 1 + request.param] for i in range(0, 120, 1 + request.param)]
+    options = PlanOptions(capacity=1024, packs_per_step=2)
+    tokens = FlatTokens.of(documents)
+    items = SharedPrefixes(tokens, groups=None, options=options, min_prefix=1, pairs=request.param).items()
+    return plan(items, options=options), entries
+
+
+def test_nodes_are_those_of_the_trees_of_the_items(shared):
+    made, entries = shared
+    for item in range(len(made.items)):
+        rows = rows_of(made.items, np.array([item]))
+        documents = [each for entry in made.items.members[item] for each in entries[entry]]
+        assert sorted(row.length for row in rows) == sorted(map(len, documents))
+        tree = PrefixTree.of(documents, 1)
+        paths = np.zeros(len(tree.length), dtype=int)
+        for node in tree.last:
+            while node >= 0:
+                paths[node] += 1
+                node = tree.parent[node]
+        expected = sorted(zip(paths, tree.start, tree.length, strict=True))
+        found = nodes_of(rows)
+        assert sorted(node[1:] for node in found) == expected
+        for first, count, start, length in found:
+            inside = rows[first : first + count]
+            assert all(row.shared >= start + length for row in inside[1:])
+            assert all(row.length >= start + length for row in inside)
+
+
+def test_blocks_of_shared_beginnings_are_the_slots_of_their_packs(shared):
+    made, _ = shared
+    view = plan_view(made, report(made), 0, 8, 0.5, "multipack train")
+    blocks, used = view["blocks"], [int(made.slots[pack].sum()) for pack in made.packs(0)]
+    assert [
+        sum(a for a, p in zip(blocks["added"], blocks["pack"], strict=True) if p == n) for n in (0, 1)
+    ] == used
+    assert sum(blocks["length"]) > sum(blocks["added"])
+    assert sorted(blocks["place"]) == list(range(len(blocks["length"])))
+    for tree, slots in zip(view["trees"], used, strict=False):
+        assert tree["slots"] == slots < tree["tokens"]
+        assert tree["rows"] < tree["documents"] or sum(node[3] for node in tree["nodes"]) == slots
+
+
+@pytest.mark.parametrize("kind", ["html", pytest.param("svg", marks=pytest.mark.slow)])
+def test_the_command_draws_shared_beginnings(tmp_path, kind):
+    if kind == "svg":
+        pytest.importorskip("matplotlib", reason='no matplotlib: pip install "multipack[pictures]"')
+    rows = [{"prompt": f"Add the numbers. {n % 5} + 1 = ", "completion": f"{n}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "data=jsonl",
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        f"data.cache={tmp_path}",
+        "tokenizer.kind=byte",
+    ]
+    options = ["plan.capacity=512", "data.share_prefixes=all", f"--picture={tmp_path / 'plan'}.{kind}"]
+    result = CliRunner().invoke(app, ["plan", *words, *options])
+    assert result.exit_code == 0, result.exception
+    content = (tmp_path / f"plan.{kind}").read_bytes()
+    if kind == "svg":
+        assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
+        return
+    data = json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
+    assert data["trees"][0]["slots"] < data["trees"][0]["tokens"]
+    assert max(rows for _, rows, *_ in data["trees"][0]["nodes"]) > 1
 
 
 def test_words_that_are_no_picture(tmp_path):

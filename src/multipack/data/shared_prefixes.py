@@ -138,45 +138,47 @@ class SharedPrefixes(ItemSource):
         window: int = 0,
     ) -> None:
         check_options(options, min_prefix)
-        self._tokens, self._options, self._min_prefix = tokens, options, min_prefix
-        answers = 2 if pairs else 1
-        self._first = np.arange(0, len(tokens.starts), answers)  # document whose beginning an entry shares
-        self.lengths = tokens.lengths.reshape(-1, answers).sum(axis=1)
-        counts = self.lengths - answers if targets is None else targets
-        self.targets = check_targets(counts, self.lengths)
+        self._tokens, self._options, self._min_prefix, self._window = tokens, options, min_prefix, window
+        self._answers = answers = 2 if pairs else 1
+        self.lengths = self._of_entries(tokens.lengths)
+        self.targets = check_targets(self.lengths - answers if targets is None else targets, self.lengths)
         self.weights = None if weights is None else check_weights(weights, len(self.lengths))
-        alone = AttentionPairs.of(tokens.lengths, window=window)
-        self._slots, self._pairs, self._windowed = self.lengths, alone.pairs, alone.windowed
-        self._window, self._answers = window, answers
+        self._groups = None if groups is None else _numbered(groups, len(self.lengths))
+        inside = self._shared_inside()
+        self._slots = check_lengths(self._of_entries(tokens.lengths - inside), options.capacity)
+        each = AttentionPairs.of(tokens.lengths, inside, window)
+        self._pairs, self._windowed = self._of_entries(each.pairs), self._of_entries(each.windowed)
+        self._two = np.stack([tokens.lengths[::2], inside[1::2]], axis=1) if pairs else None
+        self._sort()
+
+    def _of_entries(self, values: Integers) -> Integers:
+        """(entries,) sums over the documents of each entry."""
+        return values.reshape(-1, self._answers).sum(axis=1)
+
+    def _shared_inside(self) -> Integers:
+        """(documents,) tokens that the second document of a pair shares with the first; 0 for others."""
+        if self._answers == 1:
+            return np.zeros_like(self._tokens.lengths)
+        common = self._tokens.common(np.arange(len(self._tokens.lengths)))
+        common[::2] = 0
+        return shared(common, self._min_prefix)
+
+    def _sort(self) -> None:
+        """Sort the documents by their tokens, for the items of all epochs, bounds of packs, and the key."""
+        tokens, capacity = self._tokens, self._options.capacity
         order = sort_by_tokens(tokens.tokens, tokens.starts, tokens.lengths)
-        self._rank = np.empty_like(order)
-        self._rank[order] = np.arange(len(order))
-        again = shared(tokens.common(order), min_prefix)
-        self.least_slots = least_slots(tokens.lengths[order], again, options.capacity)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        self._first = np.arange(0, len(order), self._answers)  # document whose beginning an entry shares
+        self._rank = rank[self._first]
+        again = shared(tokens.common(order), self._min_prefix)
+        self.least_slots = least_slots(tokens.lengths[order], again, capacity)
         own = np.sort(tokens.lengths[order] - np.maximum(again, np.append(again[1:], 0)))
-        self._most = int(np.searchsorted(np.cumsum(own), options.capacity, side="right"))
-        if pairs:
-            both = tokens.common(np.arange(len(order)))
-            both[::2] = 0
-            inside = shared(both, min_prefix)
-            each = AttentionPairs.of(tokens.lengths, inside, window)
-            self._slots = (tokens.lengths - inside).reshape(-1, 2).sum(axis=1)
-            self._pairs, self._windowed = (
-                values.reshape(-1, 2).sum(axis=1) for values in (each.pairs, each.windowed)
-            )
-        check_lengths(self._slots, options.capacity)
-        self._groups: Integers | None = None
-        if groups is not None:
-            given = check_integers("groups", groups)
-            if given.shape != self.lengths.shape:
-                raise ValueError(
-                    f"groups must be {len(self.lengths):,} numbers, one a document, got {len(given):,}"
-                )
-            self._groups = np.cumsum(np.diff(given, prepend=given[:1]) != 0)
+        self._most = int(np.searchsorted(np.cumsum(own), capacity, side="right"))
         digest = hashlib.sha256(order.tobytes())
         for values in (again, *([] if self._groups is None else [self._groups])):
             digest.update(values.tobytes())
-        self._key: dict[str, Any] = {"min_prefix": min_prefix, "prefixes": digest.hexdigest()[:16]}
+        self._key = {"min_prefix": self._min_prefix, "prefixes": digest.hexdigest()[:16]}
 
     @classmethod
     def of(
@@ -217,7 +219,7 @@ class SharedPrefixes(ItemSource):
         """See `ItemSource`; `carried` are numbers of entries."""
         opening = check_integers("carried", carried)
         sequence, part = self._order(seed, epoch, opening, self._window_tokens(widened))
-        by_tokens = np.lexsort((self._rank[self._first[sequence]], part))
+        by_tokens = np.lexsort((self._rank[sequence], part))
         members, part = sequence[by_tokens], part[by_tokens]
         again = shared(self._tokens.common(self._first[members]), self._min_prefix)
         again[np.diff(part, prepend=-1) != 0] = 0
@@ -255,6 +257,7 @@ class SharedPrefixes(ItemSource):
             most_documents=self._most * (2 if self._options.tail == "carry" else 1),
             min_prefix=self._min_prefix,
             key=self._key,
+            answers=self._two,
         )
 
     def _order(
@@ -315,6 +318,14 @@ def check_options(options: PlanOptions, min_prefix: int) -> None:
             f"plan.max_documents={options.max_documents} counts documents, and data.share_prefixes places several at"
             " once: use plan.max_documents=0"
         )
+
+
+def _numbered(groups: ArrayLike, entries: int) -> Integers:
+    """(entries,) the number of each entry's group, counted from 0: neighbors with the same number are one."""
+    given = check_integers("groups", groups)
+    if given.shape != (entries,):
+        raise ValueError(f"groups must be {entries:,} numbers, one a document, got {len(given):,}")
+    return np.cumsum(np.diff(given, prepend=given[:1]) != 0)
 
 
 def _groups_of(documents: Documents, tokens: FlatTokens) -> Integers:

@@ -37,6 +37,8 @@ class Items:
         most_documents: maximum number of documents of a pack, in any epoch.
         min_prefix: shortest beginning that documents share, for the collator.
         key: plain values that determine the items, beside lengths, targets and options.
+        answers: (all documents, 2) int64 where a document of the plan is a pair: tokens of the first of the two, and
+            those of them that are computed for both; None = it is not.
     """
 
     members: Packs
@@ -52,6 +54,7 @@ class Items:
     most_documents: int
     min_prefix: int
     key: dict[str, Any] = field(default_factory=dict)
+    answers: Integers | None = None
 
     def __len__(self) -> int:
         return len(self.members)
@@ -61,6 +64,12 @@ class Items:
         starts, sizes = self.members.offsets[items], self.members.sizes()[items]
         ends = offsets_of(sizes)
         return np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
+
+    def added(self, entries: Integers) -> Integers:
+        """(entries,) slots that these members take beside the members before them in their items."""
+        documents = self.members.order[entries]
+        own = self.lengths[documents] - self.shared[entries]
+        return own if self.answers is None else own - self.answers[documents, 1]
 
     def documents(self, items: Integers) -> Integers:
         """Document numbers of these items, item after item."""

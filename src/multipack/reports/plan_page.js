@@ -24,7 +24,8 @@ tiles(page, [["documents", whole(data.documents)], ["tokens", short(data.tokens)
   ...(data.dropped ? [["documents dropped", whole(data.dropped)]] : []), ...(data.carried ? [["carried to the next epoch", whole(data.carried)]] : [])]);
 
 // Documents fall from padded batches into packs. The picture is a function of the time, 0 to 1.
-const blocks = data.blocks, count = blocks.length.length, tokens = blocks.length.reduce((a, b) => a + b, 0);
+const total = (values) => values.reduce((a, b) => a + b, 0);
+const blocks = data.blocks, count = blocks.length.length, tokens = total(blocks.length), used = total(blocks.added);
 const steps = blocks.first_step === blocks.last_step ? `step ${whole(blocks.first_step)}` : `steps ${whole(blocks.first_step)} to ${whole(blocks.last_step)}`;
 const some = blocks.packs < blocks.all_packs ? `; ${whole(blocks.packs)} packs, evenly spaced of ${whole(blocks.all_packs)}, are drawn` : "";
 const fall = section("Documents fall into packs", `The ${whole(count)} documents of ${steps}${some}. Color: length.`);
@@ -42,7 +43,7 @@ function drawFall(box) {
   pen.fillStyle = ink;
   const write = (text, y) => { while (text.length > 8 && pen.measureText(text).width > full) text = `${text.slice(0, -2)}…`; pen.fillText(text, 0, y); };
   write(`batches of ${data.batch_size}, padded to the longest: ${percent(1 - tokens / blocks.padded_slots)} padding (gray)`, 14);
-  write(`${whole(blocks.packs)} packs of ${whole(data.capacity)} tokens: ${percent(1 - tokens / (blocks.packs * data.capacity), 2)} free`, 24 + above + gap - 8);
+  write(`${whole(blocks.packs)} packs of ${whole(data.capacity)} tokens: ${percent(1 - used / (blocks.packs * data.capacity), 2)} free`, 24 + above + gap - 8);
   pen.fillStyle = free;
   blocks.longest.forEach((length, batch) => {
     const first = batch * data.batch_size, last = Math.min(first + data.batch_size, count), tall = (length / tallest) * above;
@@ -54,7 +55,7 @@ function drawFall(box) {
     const place = blocks.place[i], start = (0.8 * place) / count;
     let share = Math.max(0, Math.min((now - start) / 0.2, 1));
     share = share * share * (3 - 2 * share);
-    const tall = (blocks.length[i] / tallest) * above, tall2 = (blocks.length[i] / data.capacity) * below;
+    const tall = (blocks.length[i] / tallest) * above, tall2 = (blocks.added[i] / data.capacity) * below;
     const from = [place * wide, 24 + above - tall, shrink(wide), tall];
     const to = [blocks.pack[i] * pack, top + below - (blocks.below[i] / data.capacity) * below - tall2, shrink(pack), tall2 >= 5 ? tall2 - 1 : tall2];
     pen.globalAlpha = 1;
@@ -87,6 +88,24 @@ play.addEventListener("click", () => {
 time.addEventListener("input", () => { playing = false; label(); redrawFall(); });
 label();
 if (playing) start();
+
+// Packs whose documents share their beginnings: documents side by side, and below each node those that go on.
+if (data.trees.length) {
+  const box = section("Beginnings computed once", `Packs of step ${whole(blocks.first_step)}. A column is a document, from its first token down; what documents share is one block. Color: documents that share it.`);
+  const most = Math.max(...data.trees.map((tree) => Math.max(...tree.nodes.map((node) => node[1])))), paint = (rows) => ramp(Math.log(rows) / (Math.log(most) || 1));
+  for (const tree of data.trees) {
+    const some = tree.rows < tree.documents ? `, the first ${tree.rows} are drawn` : "";
+    card(box, `${whole(tree.documents)} documents, ${whole(tree.tokens)} tokens in ${whole(tree.slots)} slots, ${whole(tree.deepest)} tokens deep${some}`, (chart) => {
+      chart.replaceChildren();
+      const full = Math.max(chart.clientWidth, 120), tall = 220, wide = full / tree.rows, deep = tall / tree.deepest;
+      const svg = add(chart, "svg", { viewBox: `0 0 ${full} ${tall}`, height: tall, role: "img" });
+      for (const [first, rows, start, length] of tree.nodes)
+        add(add(svg, "rect", { x: first * wide, y: start * deep, width: Math.max(rows * wide - 1, 0.5), height: Math.max(length * deep - 1, 0.5), fill: paint(rows) }), "title", {},
+          `${whole(length)} tokens from place ${whole(start)}, of ${whole(rows)} document${rows > 1 ? "s" : ""}`);
+    }, true);
+  }
+  keys(box, [["1 document", paint(1)], ...(most > 2 ? [[`${Math.round(Math.sqrt(most))} documents`, paint(Math.round(Math.sqrt(most)))]] : []), [`${whole(most)} documents`, paint(most)]]);
+}
 
 // Dials
 const dials = add(section("Fill, balance, randomness", "The line is the proven ceiling of these documents (of randomness: the window of the planner). Shares are on a scale of nines: 90 %, 99 % and 99.9 % are equally far apart."), "div", { class: "grid" });

@@ -30,15 +30,16 @@ def draw_plan(view: dict[str, Any], kind: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = 3 if view["ranks"] > 1 else 2
-    figure = Figure(figsize=(12, 3.4 * rows + 0.9), layout="constrained", facecolor="white")
+    parts = [(1.5, _draw_blocks)]
+    parts += [(1.1, _draw_trees)] if view["trees"] else []
+    parts += [(1.25, _draw_heat)] if view["ranks"] > 1 else []
+    parts += [(1.0, _draw_measures)]
+    figure = Figure(figsize=(12, 3.4 * len(parts) + 0.9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(headline(view), x=0.012, ha="left", fontsize=13, color=INK, weight="bold")
-    parts: Any = figure.subfigures(rows, 1, height_ratios=[1.5, 1.25, 1][:rows])
-    _draw_blocks(parts[0], view)
-    if view["ranks"] > 1:
-        _draw_heat(parts[1], view["heat"], view["ranks"], view["steps"])
-    _draw_measures(parts[-1], view)
+    places: Any = figure.subfigures(len(parts), 1, height_ratios=[height for height, _ in parts])
+    for place, (_, draw) in zip(places, parts, strict=True):
+        draw(place, view)
     with io.BytesIO() as buffer:
         figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
         return buffer.getvalue()
@@ -68,7 +69,8 @@ def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
     columns = np.asarray(blocks["place"])
     share = tokens / blocks["padded_slots"]
     padded = np.repeat(blocks["longest"], view["batch_size"])[:count]
-    image = _image(columns, np.zeros(count), blocks["length"], count, longest, padded)
+    lengths = blocks["length"]
+    image = _image(columns, np.zeros(count), lengths, lengths, count, longest, padded)
     above.imshow(image, aspect="auto", origin="lower", extent=(0, count, 0, longest), interpolation="nearest")
     _plain(
         above,
@@ -77,7 +79,8 @@ def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
     image = _image(
         np.asarray(blocks["pack"]),
         np.asarray(blocks["below"]),
-        blocks["length"],
+        blocks["added"],
+        lengths,
         blocks["packs"],
         capacity,
         None,
@@ -90,9 +93,12 @@ def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
         interpolation="nearest",
     )
     some = "" if blocks["packs"] == blocks["all_packs"] else f", evenly spaced of {blocks['all_packs']:,}"
-    free = 1 - tokens / (blocks["packs"] * capacity)
-    steps = _steps(blocks)
-    _plain(below, f"after: the same in {blocks['packs']:,} packs{some} ({steps}); {free:.2%} free")
+    used = sum(blocks["added"])
+    free, steps = 1 - used / (blocks["packs"] * capacity), _steps(blocks)
+    once = (
+        f"; {tokens - used:,} of {tokens:,} tokens are computed in another document" if used < tokens else ""
+    )
+    _plain(below, f"after: the same in {blocks['packs']:,} packs{some} ({steps}); {free:.2%} free{once}")
     for axes in (above, below):
         axes.set_ylabel("tokens", fontsize=8)
 
@@ -102,8 +108,11 @@ def _steps(blocks: dict[str, Any]) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def _image(column: Any, below: Any, length: Any, columns: int, height: int, padded: Any) -> Any:
-    """(rows, columns, 4) colors of blocks in columns; wide columns have a gap beside them, high blocks one below."""
+def _image(column: Any, below: Any, size: Any, length: Any, columns: int, height: int, padded: Any) -> Any:
+    """(rows, columns, 4) colors of blocks in columns; wide columns have a gap beside them, high blocks one below.
+
+    A block is as high as the document's `size`, and has the color of its length.
+    """
     from matplotlib import colormaps
 
     length, below = np.asarray(length), np.asarray(below)
@@ -121,14 +130,47 @@ def _image(column: Any, below: Any, length: Any, columns: int, height: int, padd
     else:
         for start, top in enumerate(padded):
             image[: max(round(top * scale), 1), start * wide : (start + 1) * wide - gap] = gray
-    for at, base, tokens, color in zip(column, below, length, paint, strict=True):
+    for at, base, tokens, color in zip(column, below, size, paint, strict=True):
         bottom, top = round(base * scale), max(round((base + tokens) * scale), round(base * scale) + 1)
         image[bottom + (top - bottom >= 6) : top, at * wide : (at + 1) * wide - gap] = color
     return image
 
 
-def _draw_heat(figure: Any, heat: dict[str, Any], ranks: int, all_steps: int) -> None:
+def _draw_trees(figure: Any, view: dict[str, Any]) -> None:
+    """The nodes of some packs: documents side by side, and below each node those of the documents that go on."""
+    from matplotlib import colormaps
+
+    trees = view["trees"]
+    most = math.log(max(max(rows for _, rows, *_ in tree["nodes"]) for tree in trees)) or 1.0
+    first = view["blocks"]["first_step"]
+    figure.suptitle(
+        f"beginnings computed once, in step {first:,}: a column is a document; the lighter a node, the more share it",
+        x=0.012,
+        ha="left",
+        fontsize=10,
+        color=INK,
+    )
+    for axes, tree in zip(np.atleast_1d(figure.subplots(1, len(trees))), trees, strict=True):
+        left, rows, start, length = np.array(tree["nodes"]).T
+        paint = colormaps[COLORS](np.log(rows) / most)
+        axes.bar(left, -length, rows, -start, align="edge", color=paint, edgecolor="white", lw=0.5)
+        axes.set(xlim=(0, tree["rows"]), ylim=(-tree["deepest"], 0))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
+        axes.set_xticks([])
+        _plain(axes, tree_title(tree))
+        axes.spines["bottom"].set_visible(False)
+    figure.axes[0].set_ylabel("place in the document", fontsize=8)
+
+
+def tree_title(tree: dict[str, Any]) -> str:
+    """The numbers of a pack whose documents share their beginnings, and how many of them are drawn."""
+    some = f", the first {tree['rows']} are drawn" if tree["rows"] < tree["documents"] else ""
+    return f"{tree['documents']:,} documents, {tree['tokens']:,} tokens in {tree['slots']:,} slots{some}"
+
+
+def _draw_heat(figure: Any, view: dict[str, Any]) -> None:
     """Cost over ranks and steps, with the slowest rank of each step, above what each step waits for."""
+    heat, ranks, all_steps = view["heat"], view["ranks"], view["steps"]
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     cost = np.asarray(heat["cost"])  # (steps, micro-batches, ranks)
     steps, micro_batches = cost.shape[:2]

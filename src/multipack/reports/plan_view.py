@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.plan import Plan
 from multipack.planning.report import PlanReport, even
+from multipack.reports.tree_picture import nodes_of, rows_of
 
 Integers = NDArray[np.int64]
 
@@ -24,6 +26,10 @@ MOST_STEPS = 120
 """Steps of the heat map, evenly spaced over the epoch."""
 BINS = 48
 """Bars of the histogram of lengths."""
+MOST_TREES = 3
+"""Packs whose nodes are drawn, where documents share their beginnings."""
+MOST_ROWS = 64
+"""Documents drawn of such a pack."""
 
 
 def plan_view(
@@ -55,6 +61,7 @@ def plan_view(
         "padded_share": padded_share,
         "batch_size": batch_size,
         "blocks": _blocks(made, step, batch_size),
+        "trees": _trees(made, step),
         "heat": _heat(made, found),
         "histogram": _histogram(made),
         "dials": _dials(made, found),
@@ -65,8 +72,8 @@ def plan_view(
 def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     """Documents of some packs: their places in the packs, and in padded batches in the order of the epoch.
 
-    Of each document: length, place in the order, pack, and the tokens below it in the pack; of each padded batch: its
-    longest document.
+    Of each document: length, the tokens of it that no other one in its item has, place in the order, pack, and the
+    slots below it in the pack; of each padded batch: its longest document.
     """
     first = step % made.num_steps
     stop = first + 1
@@ -82,11 +89,11 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
         np.arange(start, min(end, start + MOST_DOCUMENTS))
         for start, end in zip(starts[chosen], ends[chosen], strict=True)
     ]
-    pack_of = np.repeat(np.arange(len(places)), [len(each) for each in places])
-    inside = np.concatenate(places)
-    lengths = (made.lengths if made.items is None else made.slots)[made.order[inside]]
-    below = [np.cumsum(part) - part for part in (made.slots[made.order[each]] for each in places)]
-    place = np.argsort(np.argsort(made.positions[inside], kind="stable"))
+    found = [_documents(made, each) for each in places]
+    pack_of = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
+    lengths, added, _, order = (np.concatenate(each) for each in zip(*found, strict=True))
+    below = [np.cumsum(each[2]) - each[2] for each in found]
+    place = np.argsort(np.argsort(order, kind="stable"))
     in_order = lengths[np.argsort(place)]
     longest = np.maximum.reduceat(in_order, np.arange(0, len(in_order), batch_size))
     widths = np.minimum(batch_size, len(in_order) - batch_size * np.arange(len(longest)))
@@ -96,12 +103,44 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
         "packs": drawn,
         "all_packs": len(packs),
         "length": lengths.tolist(),
+        "added": added.tolist(),
         "place": place.tolist(),
         "pack": pack_of.tolist(),
         "below": np.concatenate(below).tolist(),
         "longest": longest.tolist(),
         "padded_slots": int((longest * widths).sum()),
     }
+
+
+def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """Of the documents at these places of `made.order`: length, tokens added, slots, place in the epoch's order."""
+    if (items := made.items) is None:
+        lengths = made.lengths[made.order[places]]
+        return lengths, lengths, made.slots[made.order[places]], made.positions[places]
+    entries = items.entries(made.order[places])
+    added = items.added(entries)
+    return items.lengths[items.members.order[entries]], added, added, items.places[entries]
+
+
+def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
+    """The nodes of the first packs of a step, if documents share their beginnings."""
+    if made.items is None:
+        return []
+    trees = []
+    for pack in islice(made.packs(step), MOST_TREES):
+        rows = rows_of(made.items, pack)
+        drawn = rows[:MOST_ROWS]
+        trees.append(
+            {
+                "documents": len(rows),
+                "rows": len(drawn),
+                "tokens": sum(row.length for row in rows),
+                "slots": int(made.slots[pack].sum()),
+                "deepest": max(row.length for row in drawn),
+                "nodes": [list(node) for node in nodes_of(drawn)],
+            }
+        )
+    return trees
 
 
 def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
