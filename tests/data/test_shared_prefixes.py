@@ -112,6 +112,21 @@ def test_every_epoch_has_each_document_once_whatever_the_ranks(groups: bool, tai
         assert sorted(trained + alone.plan.carried.tolist()) == sorted([*range(len(DOCUMENTS))] * 3)
 
 
+def test_packs_of_documents_that_share_nothing_are_those_without_sharing() -> None:
+    tokens = [np.append(number, each) for number, each in enumerate(DOCUMENTS)]
+    made = options()
+    for rank in range(2):
+        given: dict[str, Any] = {"options": made, "rank": rank, "world_size": 2, "seed": 3}
+        alone = PackedBatchSampler(LENGTHS + 1, **given)
+        shared = PackedBatchSampler(
+            SharedPrefixes(FlatTokens.of(tokens), groups=None, options=made, min_prefix=8), **given
+        )
+        for epoch in range(2):
+            alone.set_epoch(epoch)
+            shared.set_epoch(epoch)
+            assert list(shared) == list(alone)
+
+
 def test_a_resumed_sampler_continues_exactly() -> None:
     first = sampler(tail="carry")
     first.set_epoch(1)
