@@ -4,10 +4,10 @@ A case is a module-level function `case(world, …)` of a test file. `Pool.run(c
 back what the ranks returned; a rank's error becomes the test's, with that rank's traceback. Arguments and results are
 plain data or numpy arrays.
 
-Processes are forked by a server that has imported torch once, so that a pool of 8 starts as quickly as one process.
-The process group's timeout is seconds: a collective that lacks a rank fails instead of hanging, and `run` has a
-deadline besides, after which the processes are killed. After a failure, whose collectives may be half done, the pool
-starts anew.
+Processes are forked by a server that has imported torch once (preloaded.py), so that a pool of 8 starts as quickly as
+one process. The process group's timeout is seconds: a collective that lacks a rank fails instead of hanging, and `run`
+has a deadline besides, after which the processes are killed. After a failure, whose collectives may be half done, the
+pool starts anew.
 
 torch's meshes of the same sizes and names are one mesh for all cases of a pool: each has groups, and every group has
 threads and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end).
@@ -29,15 +29,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    "torch",
-    "numpy",
-    "pytest",
-    "multipack.parallel.build",
-    "multipack.parallel.pipeline",
-    "multipack.models.decoder",
-    "multipack.training.train",
-]
+PRELOADED = ["pytest", "preloaded"]
 
 
 @dataclass(frozen=True)

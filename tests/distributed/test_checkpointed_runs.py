@@ -56,22 +56,25 @@ def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tm
     assert read == ["norm.weight"]
 
 
-def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_path):
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_path, tensor):
     """ZeRO-3 on 2 ranks; ZeRO-3 on 2 × 2 tensor ranks, saved in the background; 1 process; compared with 1 process."""
     steady = [word for word in words if not word.startswith("train.steps")]
     steady += [
         "model.kv_heads=2",
         "model.vocabulary_size=264",
         "train.ema_decay=0.9",
-        "optimizer.decay_steps=6",
+        "train.eval_every=2",
+        "optimizer.decay_steps=4",
     ]
     whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
-    train(compose([*steady, "train.steps=6", f"out={whole}"]))
+    train(compose([*steady, "train.steps=4", f"out={whole}"]))
     pools(2).run(tiny.train_here, [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"], cache)
     again = [f"out={parts}", "train.resume=true"]
-    two = ["train.steps=4", "parallel.tensor=2", "train.checkpoint_async=true", "train.checkpoint_every=1"]
-    pools(4).run(tiny.train_here, [*again, *two], cache)
-    one = ["train.steps=6", "parallel.tensor=1", "parallel.data=ddp", "train.checkpoint_async=false"]
+    two = ["train.steps=3", "parallel.tensor=2", "train.checkpoint_async=true", "train.checkpoint_every=1"]
+    if tensor > 1:
+        pools(4).run(tiny.train_here, [*again, *two], cache)
+    one = ["train.steps=4", "parallel.tensor=1", "parallel.data=ddp", "train.checkpoint_async=false"]
     train(compose_run([*again, *one]))
     expected, found = (
         {
@@ -80,13 +83,13 @@ def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_
         }
         for out in (whole, parts)
     )
-    assert sorted(found["loss"]) == [1, 2, 3, 4, 5, 6]
+    assert sorted(found["loss"]) == [1, 2, 3, 4]
     spreads = {r["step"]: r["time_spread"] for r in RunDirectory(parts).records() if "time_spread" in r}
-    assert sorted(spreads) == [2, 4]  # of the step before, where data-parallel ranks have taken one
+    assert sorted(spreads) == [2]  # of the step before, where data-parallel ranks have taken one
     assert all(0 <= spread < 1 for spread in spreads.values())
     for step, loss in expected["loss"].items():
         assert found["loss"][step] == pytest.approx(loss, abs=1e-5), step
-    assert found["val_loss_ema"][6] == pytest.approx(expected["val_loss_ema"][6], abs=1e-5)
+    assert found["val_loss_ema"][4] == pytest.approx(expected["val_loss_ema"][4], abs=1e-5)
     last = [load_checkpoint(RunDirectory(out).latest_checkpoint()) for out in (whole, parts)]
     for group in ("model", "callbacks"):
         one, other = (checkpoint.source.whole(group) for checkpoint in last)

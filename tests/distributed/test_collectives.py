@@ -104,6 +104,7 @@ def test_bytes_arrive_as_they_were_sent(pools):
 def one_is_missing(world, dies):
     """Collectives wait 2 s: enough for ranks that leave the same barrier on a busy machine."""
     world.barrier()
+    world.watch._interval, world.watch._grace = 0.1, 1.0
     dist.group.WORLD.set_timeout(timedelta(seconds=2))
     world.at_step(7)
     world.barrier()

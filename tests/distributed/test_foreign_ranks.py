@@ -28,12 +28,12 @@ def result(out):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("mixtral", ("parallel.data=zero3",)),
         ("mixtral", ("parallel.data=zero3", *QLORA)),
         *(
             pytest.param(kind, words, marks=pytest.mark.slow)
             for kind, words in (
                 ("mixtral", ("parallel.data=ddp",)),
+                ("mixtral", ("parallel.data=zero3",)),
                 ("mixtral", ("parallel.data=hsdp", "plan.packs_per_step=4")),
                 ("phi", ("parallel.data=hsdp", "plan.packs_per_step=4", *QLORA)),
                 ("gpt_oss", ("parallel.data=zero1",)),

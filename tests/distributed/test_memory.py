@@ -57,8 +57,8 @@ def measured(world, data, dtype=torch.float32, micro_batches=2):
         (2, "zero1", torch.float32),
         (2, "zero2", torch.bfloat16),
         (2, "zero3", torch.bfloat16),
-        (4, "zero3", torch.float32),
-        (4, "hsdp", torch.float32),
+        pytest.param(4, "zero3", torch.float32, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )

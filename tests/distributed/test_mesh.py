@@ -92,7 +92,7 @@ def test_tensors_divided_over_hosts_are_warned_about(pools):
 
 def _without_a_neighbor(world):
     """Rank 1 takes no part in its tensor group until rank 0's collective has timed out."""
-    mesh = build_mesh(ParallelConfig(tensor=2), replace(world, timeout_seconds=2.0, groups={}))
+    mesh = build_mesh(ParallelConfig(tensor=2), replace(world, timeout_seconds=0.5, groups={}))
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
         store.wait(["given up"], timedelta(seconds=20))
@@ -107,7 +107,7 @@ def _without_a_neighbor(world):
 
 def test_groups_of_a_mesh_have_the_timeout_of_the_world(pools):
     told = pools(4).run(_without_a_neighbor, seconds=30)
-    assert "Timed out waiting 2000ms" in told[0]
+    assert "Timed out waiting 500ms" in told[0]
     assert told[1:] == [""] * 3
 
 

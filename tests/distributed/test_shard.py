@@ -54,7 +54,7 @@ def _counted(world, stage, micro_batches, keep):
     # A step of 3 micro-batches over 3 blocks and what is outside of them; gathered in Ψ and, outside of blocks, Ω.
     [
         pytest.param("zero2", True, 4, (1, 0), marks=pytest.mark.slow),
-        ("zero2", False, 3 * 4, (3, 0)),
+        pytest.param("zero2", False, 3 * 4, (3, 0), marks=pytest.mark.slow),
         ("zero3", False, 3 * (2 * 3 + 1), (6, -3)),
         pytest.param("hsdp", False, 3 * (2 * 3 + 1), (6, -3), marks=pytest.mark.slow),
     ],
@@ -137,6 +137,6 @@ def _evaluated(world, stage):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_an_evaluation_leaves_nothing_whole(pools, stage):
     pools(2).run(_evaluated, stage)

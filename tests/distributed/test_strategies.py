@@ -95,11 +95,9 @@ def check_random_numbers(path, ranks):
 
 FROZEN = "optimizer.rules=[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
 DEEP = "model.layers=4 train.fixed_shape=true"
-RUNS = [
-    (2, "", "parallel.data=zero3 train.recompute=full train.tiles=3"),
-    (2, f"{DEEP} model.tied=false {FROZEN}", "parallel.pipeline=2"),  # the last stage is frozen
-]
+RUN = (2, "", "parallel.data=zero3 train.recompute=full train.tiles=3")
 SLOW = [
+    (2, f"{DEEP} model.tied=false {FROZEN}", "parallel.pipeline=2"),  # the last stage is frozen
     (2, "train.loss_weighting=document", "parallel.data=zero1"),
     (2, "", "parallel.context=2 parallel.context_method=planned train.recompute=selective"),
     (4, DEEP, "parallel.pipeline=2 parallel.data=zero3 data.readers=1"),
@@ -115,7 +113,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shared", "parallel"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)]
+    ("ranks", "shared", "parallel"), [RUN, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)]
 )
 def test_a_run_is_that_of_one_process(check, steady, ranks, shared, parallel):
     words = re.findall(r"\S+=\[.*?\]|\S+", shared)

@@ -1,7 +1,5 @@
 """transformers' Trainer and TRL's SFTTrainer on packs, on one and two processes: equal to every document alone."""
 
-import tempfile
-
 import numpy as np
 import pytest
 from hosts import (
@@ -81,45 +79,9 @@ def tokenizer():
     )
 
 
-def case_trained(world, host, accumulation, lora):
-    """Rows that this rank trained on, weights, and evaluation."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(host, folder, lora, gradient_accumulation_steps=accumulation)
-        trainer.train()
-        return {
-            "rows": trainer.rows,
-            "weights": weights(trainer.model),
-            "steps": trainer.state.global_step,
-            "promised": trainer.state.max_steps,
-        }
-
-
 HOSTS = ["transformers", pytest.param("trl", marks=pytest.mark.slow)]
 LORA = pytest.param(True, marks=pytest.mark.slow)
 ADAPTERS = pytest.mark.parametrize("lora", [False, LORA], ids=["full", "lora"])
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
-@ADAPTERS
-@pytest.mark.parametrize("host", HOSTS)
-def test_packed_training_equals_every_document_alone(pools, host, lora, accumulation, processes):
-    if lora:
-        pytest.importorskip("peft", reason="peft is not installed")
-    found = pools(processes).run(case_trained, host, accumulation, lora)
-    texts = Texts()
-    steps = steps_of([rank["rows"] for rank in found], accumulation)
-    assert len(steps) == found[0]["steps"] == found[0]["promised"]
-    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    for epoch in (first, second):
-        assert sorted(number for step in epoch for number in step) == list(range(len(texts)))
-    assert first != second
-    model = tiny_llama(lora)
-    before = weights(model)
-    alone = train_alone(model, texts, steps)
-    assert np.abs(alone - before).max() > 1e-2
-    for rank in found:
-        assert np.abs(rank["weights"] - alone).max() <= 1e-6
 
 
 def case_resumed(world, host, accumulation, lora, folder):
@@ -149,6 +111,7 @@ def case_resumed(world, host, accumulation, lora, folder):
     return {
         "rows": [whole.rows, [*cut.rows, *resumed.rows]],
         "steps": [steps, cut.state.global_step, resumed.state.global_step],
+        "trained": [whole.state.global_step, whole.state.max_steps],
         "weights": [weights(whole.model), weights(resumed.model)],
     }
 
@@ -157,17 +120,29 @@ def case_resumed(world, host, accumulation, lora, folder):
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 @ADAPTERS
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same(
+def test_training_equals_every_document_alone_also_when_resumed(
     pools, tmp_path, host, lora, accumulation, processes
 ):
     if lora:
         pytest.importorskip("peft", reason="peft is not installed")
-    for rank in pools(processes).run(case_resumed, host, accumulation, lora, str(tmp_path)):
+    found = pools(processes).run(case_resumed, host, accumulation, lora, str(tmp_path))
+    texts, model = Texts(), tiny_llama(lora)
+    steps = steps_of([rank["rows"][0] for rank in found], accumulation)
+    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    for epoch in (first, second):
+        assert sorted(number for step in epoch for number in step) == list(range(len(texts)))
+    assert first != second
+    before = weights(model)
+    alone = train_alone(model, texts, steps)
+    assert np.abs(alone - before).max() > 1e-2
+    for rank in found:
+        assert rank["trained"] == [len(steps)] * 2
         epoch, stopped, end = rank["steps"]
         assert epoch < stopped < end == 2 * epoch
         whole, resumed = rank["rows"]
         assert resumed == whole
         assert np.array_equal(*rank["weights"])
+        assert np.abs(rank["weights"][0] - alone).max() <= 1e-6
 
 
 def case_evaluated(world, host, folder):

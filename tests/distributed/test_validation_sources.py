@@ -40,15 +40,9 @@ def _evaluation(out):
     return {name: loss for name, loss in record.items() if name.startswith("val_loss")}
 
 
+@pytest.mark.slow  # the losses of all documents are compared in test_strategies.py
 @pytest.mark.parametrize(
-    "parallel",
-    [
-        "data=zero3",
-        *(
-            pytest.param(words, marks=pytest.mark.slow)
-            for words in ("data=ddp", "data=zero1", "tensor=2", "context=2", "pipeline=2")
-        ),
-    ],
+    "parallel", ["data=zero3", "data=ddp", "data=zero1", "tensor=2", "context=2", "pipeline=2"]
 )
 def test_ranks_find_the_losses_of_one_process(pools, mixture, tmp_path, parallel):
     train(compose(mixture(f"out={tmp_path / 'one'}")))

@@ -84,8 +84,16 @@ def _compared(world, kind):
     return sorted(owned), sorted(of_whole)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "gpt"), (4, "llama")])
-@pytest.mark.parametrize("bucket_bytes", [64 * 2**20, 6000])
+@pytest.mark.parametrize(
+    ("size", "kind", "bucket_bytes"),
+    [
+        (2, "gpt", 6000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, "llama", 6000), (2, "gpt", 64 * 2**20), (4, "llama", 64 * 2**20))
+        ),
+    ],
+)
 def test_a_divided_optimizer_gives_the_bits_of_the_whole_one(pools, size, kind, bucket_bytes):
     outcomes = pools(size).run(_equal, kind, bucket_bytes)
     owned = [name for names, _ in outcomes for name in names]
