@@ -59,7 +59,7 @@ def test_names_of_other_tools_map_to_one_field():
         ("lora.r=8", "adapter.rank", 8),
     ):
         group, name = field.split(".")
-        words = [word, "data.path=input.txt"] if word.startswith("data=") else [word]
+        words = [word, "data.path=input.txt"] if word.startswith("data=") else [word, "adapter=lora"]
         assert getattr(getattr(compose(words), group), name) == value, word
     known = {key for key, *_ in describe(Config)}
     assert set(ALIASES.values()) <= known
@@ -92,6 +92,7 @@ REFUSED = {
     "gradient_checkpointing=true": ["train.recompute=full"],
     "per_device_train_batch_size=2": ["plan.capacity", "plan.micro_batches"],
     "train.wd=0.1": ["optimizer.weight_decay"],
+    "lora.r=16": ["no effect", "adapter=lora"],
     "train.ema=0.1": ["--settings"],  # no other name is near
     "log.every=-1": ["log.every"],
     "trian.steps=3": ["train.steps?"],
@@ -118,6 +119,7 @@ REFUSED = {
     "model.batch_size=64": ["plan.capacity"],
     "config=nowhere.yaml": ["config=nowhere.yaml"],
     "train.init_from=gpt2": ["train.init_from=gpt2"],
+    "train.init_from=none.gguf": ["no such file"],
     "train.resume=nowhere": ["train.resume=nowhere"],
     "train.resume=true": ["out="],
     "data.readers=\n": ["data.readers=\\n"],

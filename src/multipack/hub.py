@@ -40,6 +40,8 @@ def model_folder(name: str, setting: str) -> Path:
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _dequantized(path, f"{setting}={name}")
+    if path.suffix == ".gguf" and not path.exists():
+        raise FileNotFoundError(f"{setting}={name}: there is no such file")
     if path.exists() or not _NAME.fullmatch(name):
         return path
     hub = import_extra("huggingface_hub", f"{setting}={name}", "train")

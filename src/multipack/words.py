@@ -155,19 +155,21 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def as_text(value: Any) -> str:
+    """Return a value as in a word."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(as_text, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
 def changed_words(group: str, value: Any, default: Any) -> list[str]:
     """Return the words `group.field=value` of the fields of a dataclass that differ from those of `default`."""
     values = {each.name: getattr(value, each.name) for each in fields(default)}
     return [
-        f"{group}.{name}={_text(field)}" for name, field in values.items() if field != getattr(default, name)
+        f"{group}.{name}={as_text(field)}"
+        for name, field in values.items()
+        if field != getattr(default, name)
     ]
-
-
-def _text(value: Any) -> str:
-    """A value as in a word."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 @functools.cache  # OmegaConf needs ten times as long as a copy

@@ -297,16 +297,22 @@ def test_chunks_without_documents_are_passed_over(stream):
 
 
 def test_the_summary_counts_documents_that_have_arrived(stream):
-    arriving = stream([{"text": "a long text"}] * 30 + [{"text": ""}], overlong="truncate", limit=4)
+    rows = [{"text": "a long text", "more": "x"}] * 30 + [{"text": ""}, {"other": 1}]
+    arriving = stream(rows, overlong="truncate", limit=4, broken="skip", fields=["text"])
     fit, none = FitReport(4, "truncate"), arriving.validation
     corpus = Corpus(none, none, arriving.tokenizer, "", "", fit, fit, {}, (), Path(), arriving=arriving)
+    ((_, text),) = corpus_notes(corpus)  # the first chunk has been read
+    assert text.startswith("20 documents longer than 4 tokens truncated")
     list(arriving)
+    arriving.restart()
+    list(arriving)  # reads the same records again
     assert corpus_notes(corpus) == [
         (
             "too long, training",
             "30 documents longer than 4 tokens truncated (240 tokens; targets cut off in 30)",
         ),
-        ("skipped", "1 empty documents"),
+        ("skipped", "1 empty documents: set:31"),
+        ("skipped", "1 broken rows: set:32"),
     ]
 
 
@@ -315,6 +321,11 @@ def test_conversations_arrive_and_pairs_do_not(stream):
     arriving = stream([chat] * 3, chat_template="chatml")
     assert all(0 < item["targets"] < item["length"] - 1 for item in arriving)
     assert "im_start" in arriving.validation.store.header.chat_template
+    rows = [{"instruction": "a", "input": "b" * (number % 2), "output": "c"} for number in range(30)]
+    arriving = stream(rows, fields=["instruction", "output"])
+    assert arriving.warnings[0].startswith("10 documents with `input`")  # of the first chunk
+    assert len(list(arriving)) == 30
+    assert arriving.warnings == ["15 documents with `input`, which data.fields leaves out (the first: set:2)"]
     with pytest.raises(ValueError, match=r"tokenizer\.kind=auto is trained on a complete corpus"):
         stream(tokenizer="auto")
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}

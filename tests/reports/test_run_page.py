@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app
 from multipack.reports.curve import text_curve
-from multipack.reports.run_data import read_run
+from multipack.reports.run_data import communication, read_run
 from multipack.reports.run_page import key_figures, markdown, padding_cost, run_page, time_shares, warnings
 
 
@@ -21,6 +21,15 @@ def _data(page: bytes):
 
 def _run(*words):
     return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=True)
+
+
+def test_a_report_says_where_communication_is(trained):
+    found = read_run(trained)
+    assert communication(found) == ""  # of one process
+    found.start["run"] = [["parallel", "zero3 2 x tensor 2"]]
+    assert "zero3 2 x tensor 2 is in forward, backward" in communication(found)
+    found.steps.values["dtc"] = found.steps.values["dtb"]
+    assert communication(found).startswith("Communication is the synchronization of gradients")
 
 
 def test_a_run_has_its_page(trained):

@@ -87,7 +87,7 @@ def test_a_step_and_an_evaluation_are_a_line():
 
 
 def test_a_sample_is_one_line():
-    line = sample_line("def f(x):\n    'Double it.'\n", "return 2 * x\n" * 20, 100)
+    line = sample_line("def f(x):\n    'Double it.'\n", "return 2 * x\n" * 20)
     assert "▌return 2 * x return" in line
     assert "\n" not in line
     assert len(line) < 100

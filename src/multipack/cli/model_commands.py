@@ -126,7 +126,7 @@ def export(
     rows = write(run, made, weights, dtype, merge)
     console = Console()
     console.section("exported", rows)
-    console.line(f"\nto load it:\n{loading_code(made)}")
+    console.line(f"\nto load it:\n{loading_code(made)}\n\nto publish it:\n  hf upload OWNER/NAME {made}")
 
 
 def version() -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from multipack.planning.report import PlanReport
     from multipack.reports.console import Console
 
-Planned = tuple[
-    "NDArray[np.int64] | Items",
-    "NDArray[np.int64] | None",
-    "NDArray[np.float64] | None",
-    int,
-    list[tuple[str, str]],
-]
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
 CONTEXT_PACKS = 64
@@ -81,64 +74,63 @@ def plan(
     the path of a Hugging Face config.json, or from cost=FILE, a cost fitted to
     measured times. `multipack plan --settings` lists all settings.
     """
-    from multipack.atomic import write_atomically
     from multipack.cli.plan_settings import compose_plan, training_command
-    from multipack.planning.advice import advise
-    from multipack.planning.report import padded_share
     from multipack.reports.console import Console
-    from multipack.reports.summary import context_table, report_rows, verdict
+    from multipack.reports.summary import verdict
 
     words, file = _without_file(words or [], picture)
-    path, command = compose_plan(words)
+    path, command, training = compose_plan(words)
     console = Console(stream=sys.stderr if as_json else None)
-    lengths, targets, weights, cut, more = _documents(path, command, console)
-    source = str(path or command.data.path or command.data.source)
+    source = _documents(path, command, console)
     if explore:
-        if command.data.share_prefixes != "off":
-            raise ValueError(
-                f"data.share_prefixes={command.data.share_prefixes}: --explore compares plans of single documents;"
-                " leave one of them out"
-            )
-        _explore(source, cast("NDArray[np.int64]", lengths), command, as_json)
+        _explore(source, command, as_json)
         return
-    planned, measured = _measured(lengths, targets, weights, command, cut, console)
-    drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
-    advice = advise(planned, measured)
-    share = padded_share(planned.lengths, command.padded_batch_size, command.seed)
-    methods = _context(planned, command)
+    made = _made(source, command, console)
     if as_json:
-        others = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
-        others |= {"context": [each.to_dict() for each in methods]} if methods else {}
-        print_json(measured.to_dict() | others)
+        print_json(_values(made, command))
         return
-    rows = report_rows(measured, share, command.padded_batch_size, command.world_size, command.plan, advice)
-    trained = training_command("data=…" if path else "", command)
-    if file is None:
-        head, _, pictures = drawn.partition("\n")
-        console.paragraph(head)
-        console.line(pictures)
-    console.section(f"plan of {source}", [*rows, *more])
-    if methods:
-        title = f"context={command.context}: slowest rank over the mean, packs as planned (time: with what is sent)"
-        console.table(title, *context_table(methods))
+    drawn = _draw(made.plan, step, tokens_per_character, picture, console.columns)
+    trained = training_command("data=…" if path else "", command, training)
+    _print(console, made, source, command, drawn if file is None else "")
     if file is not None:
-        view = (planned, measured, command, step, share, source, trained, [*rows, *more], file)
-        write_atomically(file, _picture(*view))
+        _write_picture(file, made, source, command, step, trained)
         console.line(f"\npicture written: {file}")
     console.line()
-    console.paragraph(verdict(measured, share, command.world_size))
+    console.paragraph(verdict(made.report, made.share, command.world_size))
     console.line(f"to train with this plan:\n  {trained}")
 
 
-def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
-    """Lengths, targets, weights, how many were divided, and rows about the others; of a file its lengths alone.
+class Planned(NamedTuple):
+    """Documents to plan."""
 
-    With `data.share_prefixes` items take the place of lengths, targets and weights.
-    """
+    name: str
+    lengths: NDArray[np.int64] | Items
+    """Items of documents that share their beginnings have their own targets and weights."""
+    targets: NDArray[np.int64] | None = None
+    weights: NDArray[np.float64] | None = None
+    cut: int = 0
+    """Number of documents that were divided."""
+    rows: tuple[tuple[str, str], ...] = ()
+    """On the documents that are not among them."""
+
+
+class Made(NamedTuple):
+    """A plan, and what is reported about it."""
+
+    plan: Plan
+    report: PlanReport
+    share: float
+    """Share of real tokens in padded batches of the same documents."""
+    advice: list[str]
+    rows: list[tuple[str, str]]
+
+
+def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
+    """The documents of the configuration, or the lengths in a file."""
     if path is not None:
         from multipack.data.stored_lengths import read_lengths
 
-        return read_lengths(path, command.plan.capacity), None, None, 0, []
+        return Planned(str(path), read_lengths(path, command.plan.capacity))
     from multipack.data.corpus import load_corpus
     from multipack.reports.summary import corpus_rows
 
@@ -146,41 +138,65 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
         corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.longest, progress=advance)
     found, fit = corpus.train, corpus.train_fit
     cut = 0 if fit.policy == "drop" else fit.documents
+    name, rows = command.data.path or command.data.source, tuple(corpus_rows(corpus))
     if (share := command.data.share_prefixes) != "off":
         from multipack.data.shared_prefixes import SharedPrefixes
 
         options, least = command.plan.for_ranks(command.world_size), command.data.min_prefix
         window = command.cost_model().window
         source = SharedPrefixes.of(found, share, options, min_prefix=least, window=window)
-        return source.items(command.seed, command.epoch), None, None, cut, corpus_rows(corpus)
-    return found.lengths, found.target_counts, found.weights, cut, corpus_rows(corpus)
+        return Planned(name, source.items(command.seed, command.epoch), cut=cut, rows=rows)
+    return Planned(name, found.lengths, found.target_counts, found.weights, cut, rows)
 
 
-def _measured(
-    lengths: NDArray[np.int64] | Items,
-    targets: NDArray[np.int64] | None,
-    weights: NDArray[np.float64] | None,
-    command: PlanCommand,
-    cut: int,
-    console: Console,
-) -> tuple[Plan, PlanReport]:
-    """The plan, and its report; `cut` documents were divided."""
+def _made(source: Planned, command: PlanCommand, console: Console) -> Made:
+    """The plan of documents, and its report."""
+    from multipack.planning.advice import advise
     from multipack.planning.plan import plan as make_plan
-    from multipack.planning.report import report
+    from multipack.planning.report import padded_share, report
     from multipack.reports.console import PLANNING
+    from multipack.reports.summary import report_rows
 
-    options, ranks = command.plan.for_ranks(command.world_size), command.world_size
+    ranks, size = command.world_size, command.padded_batch_size
     with console.notice(PLANNING):
         planned = make_plan(
-            lengths,
-            targets=targets,
-            weights=weights,
+            source.lengths,
+            targets=source.targets,
+            weights=source.weights,
             seed=command.seed,
             epoch=command.epoch,
             cost=command.cost_model(),
-            options=options,
+            options=command.plan.for_ranks(ranks),
         )
-        return planned, report(planned, ranks, command.sync, command.sample or None, split_documents=cut)
+        found = report(planned, ranks, command.sync, command.sample or None, split_documents=source.cut)
+    advice, share = advise(planned, found), padded_share(planned.lengths, size, command.seed)
+    rows = report_rows(found, share, size, ranks, command.plan, advice)
+    return Made(planned, found, share, advice, [*rows, *source.rows])
+
+
+def _values(made: Made, command: PlanCommand) -> dict[str, Any]:
+    """The report as plain values."""
+    methods = [each.to_dict() for each in _context(made.plan, command)]
+    others = {
+        "advice": made.advice,
+        "padded_share": made.share,
+        "fingerprint": made.plan.fingerprint,
+    }
+    return made.report.to_dict() | others | ({"context": methods} if methods else {})
+
+
+def _print(console: Console, made: Made, source: Planned, command: PlanCommand, drawn: str) -> None:
+    """Print a drawn step, the report, and methods of context parallelism."""
+    from multipack.reports.summary import context_table
+
+    if drawn:
+        head, _, pictures = drawn.partition("\n")
+        console.paragraph(head)
+        console.line(pictures)
+    console.section(f"plan of {source.name}", made.rows)
+    if methods := _context(made.plan, command):
+        title = f"context={command.context}: slowest rank over the mean, packs as planned (time: with what is sent)"
+        console.table(title, *context_table(methods))
 
 
 def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
@@ -214,26 +230,20 @@ def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | No
     return [word for word in words if word not in files], Path(files[0]) if files else None
 
 
-def _picture(
-    planned: Plan,
-    measured: PlanReport,
-    command: PlanCommand,
-    step: int,
-    share: float,
-    source: str,
-    trained: str,
-    rows: list[tuple[str, str]],
-    file: Path,
-) -> bytes:
-    """The picture of a plan, of the kind that the name of its file ends with."""
+def _write_picture(
+    file: Path, made: Made, source: Planned, command: PlanCommand, step: int, trained: str
+) -> None:
+    """Write the picture of a plan, of the kind that the name of its file ends with."""
+    from multipack.atomic import write_atomically
     from multipack.reports.plan_page import plan_page
     from multipack.reports.plan_picture import draw_plan
     from multipack.reports.plan_view import plan_view
 
-    view = plan_view(planned, measured, step, command.padded_batch_size, share, trained)
+    view = plan_view(made.plan, made.report, step, command.padded_batch_size, made.share, trained)
     if file.suffix == ".html":
-        return plan_page(view, f"Plan of {Path(source).name}", rows)
-    return draw_plan(view, file.suffix[1:])
+        write_atomically(file, plan_page(view, f"Plan of {Path(source.name).name}", made.rows))
+    else:
+        write_atomically(file, draw_plan(view, file.suffix[1:]))
 
 
 def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, columns: int) -> str:
@@ -251,8 +261,17 @@ def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, colu
     return draw_step(planned, step, tokens_per_character=scale, columns=columns, **sizes)
 
 
-def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_json: bool) -> None:
-    """Print plans with other windows, budgets and grouping."""
+def _explore(source: Planned, command: PlanCommand, as_json: bool) -> None:
+    """Print plans with other windows, budgets and grouping.
+
+    Raises:
+        ValueError: documents share their beginnings.
+    """
+    if command.data.share_prefixes != "off":
+        raise ValueError(
+            f"data.share_prefixes={command.data.share_prefixes}: --explore compares plans of single documents;"
+            " leave one of them out"
+        )
     from multipack.planning.advice import explore
     from multipack.reports.console import Console
     from multipack.reports.summary import explore_notes, explore_table, explore_verdict
@@ -260,7 +279,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
     console = Console()
     with console.progress("exploring") as advance:
         rows = explore(
-            lengths,
+            cast("NDArray[np.int64]", source.lengths),
             world_size=command.world_size,
             sync=command.sync,
             sample=-(-command.sample // 3) or None,
@@ -275,7 +294,7 @@ def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_j
         return
     console.paragraph(explore_verdict(rows))
     ranks = f", {command.world_size} ranks, sync={command.sync}" if command.world_size > 1 else ""
-    console.table(f"plans of {source}{ranks}", *explore_table(rows))
+    console.table(f"plans of {source.name}{ranks}", *explore_table(rows))
     console.line()
     for note in explore_notes(rows):
         console.paragraph(note)

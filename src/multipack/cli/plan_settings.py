@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from multipack.data.data_config import DataConfig, TokenizerConfig, source_of
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method
+from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.other_names import translate
-from multipack.words import ConfigError, changed_words, merge, split
+from multipack.training.run_config import Config, compose, compose_documents, saved_shape
+from multipack.words import ConfigError, as_text, changed_words, flatten, merge, read_yaml, split
 
 
 @dataclass
@@ -118,8 +121,12 @@ class PackCommand:
             raise ValueError(f"out={self.out} exists: choose another name, or move it away")
 
 
-def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand]:
-    """The file of lengths to plan, and the settings; None if documents are planned: those of `data` or of a path.
+def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, list[str]]:
+    """The file of lengths to plan, the settings, and those of `multipack train` among the words.
+
+    Without a file (None) documents are planned: those of `data` or of a path. Of the settings of `multipack train`,
+    `train.init_from` decides about model and tokenizer, `train.seed` and `parallel` about the plan; the others have no
+    effect on it.
 
     Raises:
         ConfigError: a word is invalid, or nothing is given to plan.
@@ -133,32 +140,92 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand]:
     source = source_of(paths[0]) if paths else ""
     if source:
         settings = [f"data={source}", f"data.path={paths[0]}", *settings]
-    command = merge(PlanCommand, settings, translate=translate)
+    settings = _with_files(settings)
+    training = [word for word in settings if _is_of_training(word)]
+    settings = [word for word in settings if word not in training]
     has_documents = any(split(word)[0] in ("data", "data.source") for word in settings)
+    base = _base(training, settings, has_documents) if training else {}
+    command = merge(PlanCommand, settings, base, translate)
     if paths and not source:
         if command.data != DataConfig() or command.tokenizer != TokenizerConfig():
             raise ConfigError(
                 f"settings of data and tokenizer are for documents, and {paths[0]} is a file of lengths"
             )
-        return Path(paths[0]), command
+        return Path(paths[0]), command, training
     if not has_documents:
         raise ConfigError(
             "there is nothing to plan: give a .npy file of lengths, a token store, a file of documents, or data=…"
             " data.path=… as in training"
         )
-    return None, command
+    return None, command, training
 
 
-def training_command(documents: str, command: PlanCommand) -> str:
-    """Return the shell command that trains with a plan's settings; `documents` is "data=…" for lengths only."""
+def _with_files(words: Sequence[str]) -> list[str]:
+    """The words, with the values of `config=FILE` as words before them, which they override."""
+    pairs = [split(word) for word in words]
+    files = [flatten(read_yaml(value)) for key, value in pairs if key == "config"]
+    given = {name: as_text(value) for file in files for name, value in file.items() if value is not None}
+    given |= {key: value for key, value in pairs if key != "config"}
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+def _is_of_training(word: str) -> bool:
+    """Whether a word is a setting of `multipack train` and none of `multipack plan`."""
+    key, _ = translate(*split(word))
+    others = {each.name for each in fields(Config)} - {each.name for each in fields(PlanCommand)}
+    return key.partition(".")[0] in others or key in ("model.attention", "model.kernels")
+
+
+def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool) -> dict[str, Any]:
+    """Values of `PlanCommand` that follow from words of `multipack train`.
+
+    Raises:
+        ConfigError: a word is invalid, or there are no weights at `train.init_from`.
+    """
+    shared = [word for word in settings if split(word)[0].partition(".")[0] in ("data", "tokenizer")]
+    config = compose_documents([*training, *(shared if has_documents else [])])
+    base: dict[str, Any] = {"seed": config.train.seed, "context": config.parallel.context}
+    if any(word.startswith("parallel") for word in training):
+        base["sync"] = config.parallel.sync
+    if not config.train.init_from:
+        return base
+    if has_documents:
+        base["tokenizer"] = asdict(config.tokenizer)
+    if not any(word.startswith(("model", "cost=")) for word in settings):
+        base["model"] = _shape_values(Path(config.train.init_from))
+    return base
+
+
+def _shape_values(folder: Path) -> dict[str, Any]:
+    """The shape of the weights in a folder of Hugging Face, of adapters, or of a checkpoint."""
+    if is_peft(folder):
+        from multipack.models.peft_format import peft_base  # imports torch
+
+        folder = peft_base(folder)
+    if is_export(folder):
+        return ModelShape.preset(str(folder / "config.json")) or {}
+    return saved_shape(folder).to_dict()
+
+
+def training_command(documents: str, command: PlanCommand, training: Sequence[str] = ()) -> str:
+    """Return the shell command that trains with a plan's settings.
+
+    Args:
+        documents: "data=…" for a plan of lengths, else empty.
+        command: the settings of the plan.
+        training: further settings of `multipack train`.
+    """
     words = [documents] if documents else [f"data={command.data.source}"]
-    data = changed_words("data", command.data, replace(DataConfig(), source=command.data.source))
-    words += [*data, *changed_words("tokenizer", command.tokenizer, TokenizerConfig())]
+    words += changed_words("data", command.data, replace(DataConfig(), source=command.data.source))
+    more = [word for word in training if not word.startswith("train.seed=")]
+    if not any(word.startswith("train.init_from=") for word in more):
+        words += changed_words("tokenizer", command.tokenizer, TokenizerConfig())
     words.append(f"plan.capacity={command.plan.capacity}")
     plan = replace(command.plan, capacity=PlanOptions().capacity)
     if plan.micro_batches:  # they determine packs_per_step
         plan = replace(plan, packs_per_step=PlanOptions().packs_per_step)
     words += changed_words("plan", plan, PlanOptions())
     words += [f"train.seed={command.seed}"] if command.seed > 0 else []
-    launch = "" if command.world_size == 1 else f"launch -n {command.world_size} -- "
-    return f"multipack {launch}train {' '.join(words)}"
+    processes = command.world_size * compose(w for w in more if w.startswith("parallel")).parallel.model_ranks
+    launch = "" if processes == 1 else f"launch -n {processes} -- "
+    return f"multipack {launch}train {' '.join([*words, *more])}"

@@ -29,13 +29,13 @@ import numpy as np
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.overlong import POLICIES, FitReport
-from multipack.data.records import RecordReader, without_nulls
+from multipack.data.record_chunks import RecordChunks
+from multipack.data.records import without_nulls
 from multipack.data.shards import HEADER, StoreHeader, find_shards
+from multipack.data.skipped import Places
 from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
-from multipack.data.texts import BrokenRecord, SourceDocument
-from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from multipack.data.writer import ShardBuilder
+from multipack.data.tokenizer import Tokenizer, TokenizerConfig
 from multipack.planning.lengths import check_integer
 
 HEAD = 2048
@@ -71,6 +71,7 @@ class Arriving(ABC):
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
         report: counts of shortened, divided and dropped documents, over all finished chunks.
+        places: reason → names of the first records that this process read and left out.
         validation: the validation documents, none longer than `limit`.
         validation_fit: like `report`, for the validation documents.
 
@@ -84,7 +85,7 @@ class Arriving(ABC):
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
-        self.interrupted = False
+        self.interrupted, self.places = False, Places()
         # The documents of the current chunk, what was done to them, and the position after it.
         self._chunk: tuple[Documents, FitReport, Position] | None
         self.restart()
@@ -124,9 +125,19 @@ class Arriving(ABC):
         """The document of an item."""
 
     @property
+    @abstractmethod
+    def warnings(self) -> list[str]:
+        """Sentences on records read so far that are trained otherwise than they seem to be."""
+
+    @property
     def skipped(self) -> dict[str, int]:
-        """Reason → number of records without a document, before the current chunk."""
-        return self._begin.get("skipped", {})
+        """Reason → number of records without a document, up to the current chunk's end."""
+        return (self._chunk[2] if self._chunk else self._begin).get("skipped", {})
+
+    @property
+    def fit(self) -> FitReport:
+        """What was done to documents that were too long, up to the current chunk's end."""
+        return self.report + self._chunk[1] if self._chunk else self.report
 
     @property
     def fingerprint(self) -> str:
@@ -270,6 +281,11 @@ class GrowingFolder(Arriving):
         self._store = TokenStore(self._folder, header=header, shards=shards)
         return True
 
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the shards that are there."""
+        return self._store.warnings if self._store is not None else []
+
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         shard = self._begin["shard"]
         return {"name": f"shard {shard}: {documents.names(number)}", "shard": shard, "number": number}
@@ -305,13 +321,13 @@ class StreamedRecords(Arriving):
         self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
     ) -> None:
         self.name = data.path
-        self._open_records, self._tokenizer_config = open_records, tokenizer
-        self._tokenizer: Tokenizer | None = None
-        self._reader = RecordReader(data, partial(open_template, data, tokenizer))
+        self._open_records = open_records
+        self._chunks = RecordChunks(data, tokenizer, partial(open_template, data, tokenizer))
         self._source: Any = None
         self._rows: Iterator[Any] = iter(())
         self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
         super().__init__(data, limit)
+        self.places = self._chunks.places
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
         while not self.interrupted:
@@ -323,7 +339,7 @@ class StreamedRecords(Arriving):
             self._rows_begin = None  # if an error follows, rows are opened again
             count = begin["records"]
             records = [without_nulls(dict(row)) for row in islice(self._rows, RECORDS if count else HEAD)]
-            store, skipped = self._encode(records, count)
+            store, skipped = self._chunks.encode(records, count)
             end = {
                 "records": count + len(records),
                 "source": self._source.state_dict(),
@@ -335,47 +351,10 @@ class StreamedRecords(Arriving):
             begin = end  # no document remains of these records
         raise StreamInterrupted(f"while records of {self.name} were awaited")
 
-    def _encode(self, records: list[dict[str, Any]], before: int) -> tuple[TokenStore | None, Counter[str]]:
-        """Tokenize records, `before` others preceding them.
-
-        Returns:
-            A store in memory (None: they give no document), and the counts of records without a document.
-        """
-        skipped, documents = Counter[str](), list[SourceDocument]()
-        for number, record in enumerate(records, before + 1):
-            name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
-            try:
-                entries = self._reader.documents(record, name, where)
-            except BrokenRecord as error:
-                if self._data.broken == "error":
-                    raise ValueError(f"{error}; data.broken=skip leaves such rows out") from error
-                skipped["broken rows"] += 1
-                continue
-            for found in entries:
-                if isinstance(found, SourceDocument):
-                    documents.append(found)
-                else:
-                    skipped[found] += 1
-        if self._tokenizer is None:  # the template of the first chunk decides its special tokens
-            self._tokenizer = load_tokenizer(self._tokenizer_config, self._reader.special_tokens)
-        tokenizer, reader = self._tokenizer, self._reader
-        builder = ShardBuilder(tokenizer.vocabulary_size)
-        builder.add_batch([(document,) for document in documents], tokenizer)
-        if without := len(documents) - len(builder):
-            skipped["documents without tokens"] = without
-        if not len(builder):
-            return None, skipped
-        header = StoreHeader(
-            tokenizer.vocabulary_size,
-            tokenizer.name,
-            tokenizer.hash,
-            reader.chat_template,
-            pairs=reader.pairs,
-            labels=reader.form == "label",
-        )
-        store = TokenStore(Path(self.name), header=header, shards=[builder.build()])
-        store.tokenizer = tokenizer  # in memory, too
-        return store, skipped
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the records that this process read."""
+        return self._chunks.warnings
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]

@@ -354,7 +354,7 @@ def _load_stream(
         description=f"{arriving.name}, documents as they arrive",
         train_fit=arriving.report,
         validation_fit=arriving.validation_fit,
-        skipped=skipped_lines(arriving.skipped, {}),
+        skipped=[],
         prompts=_prompts(validation, arriving.tokenizer, limit),
         store_path=arriving.validation.store.path,
         arriving=arriving,

@@ -22,7 +22,7 @@ def skipped_lines(skipped: Mapping[str, int], places: Mapping[str, list[str]]) -
     """A line for each reason: `3 broken lines: train.jsonl:101, 517, 902`."""
     lines = []
     for reason, count in skipped.items():
-        names = places.get(reason, [])
+        names = places.get(reason, [])[:count]
         more = f" and {count - len(names):,} more" if count > len(names) else ""
         lines.append(f"{count:,} {reason}" + (f": {grouped(names)}{more}" if names else ""))
     return lines

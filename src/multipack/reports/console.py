@@ -31,6 +31,8 @@ CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if 
 PLANNING = "planning: a machine's first plan also compiles the planner, in some seconds …"
 """Text for `Console.notice` while a plan is made."""
 
+LINE = 100
+"""Columns of the lines that a run prints, at most."""
 _MIN_WIDTH = 24
 """Minimum width of wrapped text."""
 
@@ -47,6 +49,19 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = [line for part in text.split("\n") for line in wrapper.wrap(part) or [""]]
     return f"\n{' ' * indent}".join(lines)
+
+
+class Detail(str):
+    """A note on a choice that others rows of a header show, which only `log.verbose` prints."""
+
+
+def folded(notes: Sequence[str], most: int) -> list[str]:
+    """Notes as at most this number of lines: wrapped if they fit, else a line of each and how many are left out."""
+    lines = [line for note in notes for line in wrapped(note, LINE).split("\n")]
+    if len(lines) <= most:
+        return lines
+    lines = [textwrap.shorten(note, LINE, placeholder=" …") for note in notes]
+    return lines if len(lines) <= most else [*lines[: most - 1], f"… and {len(lines) - most + 1} more notes"]
 
 
 Advance = Callable[..., None]

@@ -215,6 +215,24 @@ def add_record(found: RunData, record: dict[str, Any]) -> bool:
     return (found.evaluations if is_evaluation else found.steps).add(record)
 
 
+def communication(found: RunData) -> str:
+    """Where the communication of a run's ranks is in the parts of its steps; empty for one process."""
+    if "dtc" in found.steps:
+        return (
+            "Communication is the synchronization of gradients that computing did not hide: the last backward pass"
+            " beyond the pace of the others."
+        )
+    rows = found.start.get("run")
+    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
+    parallel = next((str(text)[:200] for name, text in pairs if name == "parallel"), "none")
+    if parallel.startswith("none"):
+        return ""
+    return (
+        f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own: that is known for"
+        " parallel.data=ddp and zero1 only, alone and with two or more micro-batches a step."
+    )
+
+
 def read_samples(found: RunData) -> list[tuple[int, str]]:
     """(step, text) of each generated text; a file that cannot be read is a problem."""
     path = found.run.samples

@@ -11,7 +11,7 @@ from typing import Any
 import multipack
 from multipack.atomic import write_atomically
 from multipack.reports.curve import text_curve
-from multipack.reports.run_data import Columns, RunData, read_run
+from multipack.reports.run_data import Columns, RunData, communication, read_run
 from multipack.reports.web_page import web_page
 from multipack.run import RunDirectory
 
@@ -32,11 +32,7 @@ PARTS = {
     "other": "other",
 }
 """Part of a step's time → its column."""
-PARTS_NOTE = (
-    "Seconds of the process that writes the log. Communication is the synchronization of gradients that computing did"
-    " not hide: the last backward pass beyond the pace of the others. It is part of backward with one micro-batch a"
-    " step, and where ranks divide the model. Optimizer includes clipping and callbacks."
-)
+PARTS_NOTE = "Seconds of the process that writes the log. Optimizer includes clipping and callbacks."
 CHARTS: list[tuple[str, str, bool, bool]] = [
     ("lr", "learning rate", False, True),
     ("grad_norm", "norm of the gradient, before clipping", False, True),
@@ -102,7 +98,7 @@ def run_page(found: Sequence[RunData]) -> bytes:
         "evaluated": sorted(
             {name for each in found for name in each.evaluations.values} - {*validation, "step", "train_loss"}
         ),
-        "parts_note": PARTS_NOTE,
+        "parts_note": " ".join(dict.fromkeys([PARTS_NOTE, *filter(None, map(communication, found))])),
         "config": config_rows(found),
         "runs": [_run(each, name, width) for each, name, width in zip(found, names, step_of, strict=True)],
     }
@@ -350,7 +346,9 @@ def summary_rows(found: RunData) -> Rows:
         if name in facts
     ]
     rows += key_figures(found) + plan_figures(found.start.get("plan"))
-    rows += [("time of a step", shares)] if shares else []
+    if shares:
+        note = communication(found) if "dtc" not in found.steps else ""
+        rows += [("time of a step", shares), *([("communication", note)] if note else [])]
     rows += [("padding instead", note) for note in padding_cost(found)[1]]
     if found.checkpoints:
         kept = ", ".join(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from multipack.parallel.step_result import StepResult
+from multipack.reports.console import LINE
 from multipack.training.feed import StepData
 
 LEGEND: dict[str, str] = {
@@ -107,31 +108,28 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
     return "  ".join([*parts, f"{duration(seconds_left)} left"])
 
 
-def evaluation_line(
-    metrics: Mapping[str, float], tokens: bool = True, first: Sequence[str] = (), columns: int = 100
-) -> str:
-    """An evaluation as one line; metrics that do not fit are left out, and "…" says so.
+def evaluation_line(metrics: Mapping[str, float], tokens: bool = True, first: Sequence[str] = ()) -> str:
+    """An evaluation as one line of at most 100 columns; metrics that do not fit are left out, and "…" says so.
 
     Args:
         metrics: record of the evaluation.
         tokens: whether losses are means over tokens, which have a perplexity.
         first: names of metrics to put before the others.
-        columns: maximum width.
     """
     names = [name for name in (*first, *metrics) if name in metrics and name not in ("step", "val_loss")]
     line = f"evaluation after step {metrics['step']:.0f}: {loss_text(metrics['val_loss'], tokens)}"
     for name in dict.fromkeys(names):
         part = f", {name.replace('_', ' ')} {metrics[name]:.4f}"
-        if len(line) + len(part) > columns - len(", …"):
+        if len(line) + len(part) > LINE - len(", …"):
             return f"{line}, …"
         line += part
     return line
 
 
-def sample_line(prompt: str, completion: str, columns: int) -> str:
-    """The end of a prompt and the beginning of its completion as one line of less than `columns`."""
+def sample_line(prompt: str, completion: str) -> str:
+    """The end of a prompt and the beginning of its completion as one line of less than 100 columns."""
     begun, written = " ".join(prompt.split())[-40:], " ".join(completion.split())
-    return f"{begun}▌{written}"[: columns - 8]
+    return f"{begun}▌{written}"[: LINE - 8]
 
 
 def loss_text(loss: float, tokens: bool = True) -> str:

@@ -36,6 +36,7 @@ from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
+from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
 from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
@@ -222,7 +223,7 @@ class Preferences(Objective):
                     for name, view in documents.items()
                 }
             count = sum(map(len, values.values()))
-            notes.append(f"reference log-probabilities of {count:,} pairs computed")
+            notes.append(Detail(f"reference log-probabilities of {count:,} pairs computed"))
             self.run_files = {REFERENCE: save(values)}
         return [PreferencePairs(view, values[name]) for name, view in documents.items()], notes
 

@@ -223,10 +223,16 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
         base: values of a saved run, which words override.
 
     Raises:
-        ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
+        ConfigError: a word is invalid, or has no effect; the message names the field and the nearest legal name or
+            value.
     """
+    words = list(words)
     # kv_heads=0 follows model.heads; the default of an instance of ModelConfig is already resolved.
-    return merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
+    config = merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
+    for word in words if config.adapter.name == "none" else ():
+        if translate(*split(word))[0].startswith("adapter.") and not word.startswith("adapter.name"):
+            raise ConfigError(f"{word} has no effect without adapters (adapter.name=none): set adapter=lora")
+    return config
 
 
 def compose_run(words: Iterable[str]) -> Config:

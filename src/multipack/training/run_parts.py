@@ -18,7 +18,7 @@ from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
 from multipack.parallel.world import World, connected
 from multipack.planning.cost import CostModel
-from multipack.reports.console import Console
+from multipack.reports.console import Console, Detail
 from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape
 from multipack.training.blueprint import check_first_stage
@@ -116,7 +116,9 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
             " micro-batches each"
         )
     if parallel.pipeline > 1 and config.train.fixed_shape != "true":
-        notes.append(f"packs are padded to plan.capacity={config.plan.capacity}: pipelines need one shape")
+        notes.append(
+            Detail(f"packs are padded to plan.capacity={config.plan.capacity}: pipelines need one shape")
+        )
     if parallel.tensor > 1:
         hosts = mesh.world.gather(socket.gethostname())
         first = mesh.world.rank - mesh.coordinate("tp")
@@ -192,7 +194,7 @@ def device_settings(
     if train.dtype == "auto" and (train.deterministic or shape.architecture) and not on_gpu:
         train = replace(train, dtype="fp32")  # a choice by measured times could differ between equal runs
     dtype, note = choose_dtype(train.dtype, world, shape, config.model.attention, lengths)
-    notes = [note] if note else []
+    notes: list[str] = [Detail(note)] if note else []
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
         # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly.
@@ -202,7 +204,7 @@ def device_settings(
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = next(filter(None, world.gather(compiler_problem(world.device))), "") if on_gpu else ""
-        notes += [f"train.compile is false: {problem}"] if problem else []
+        notes += [Detail(f"train.compile is false: {problem}")] if problem else []
         wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
         train = replace(train, compile="true" if wanted else "false")
     chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
@@ -230,7 +232,9 @@ def resolve(
         if train.init_from:
             adapted = " with adapters" if config.adapter.name != "none" else ""
             notes.append(
-                f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from{adapted}"
+                Detail(
+                    f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from{adapted}"
+                )
             )
     return (
         replace(
@@ -276,7 +280,9 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
-        self.notes = [*([corpus.staged] if corpus.staged else []), *corpus.train.store.warnings, *notes]
+        staged = [Detail(corpus.staged)] if corpus.staged else []
+        warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
+        self.notes = [*staged, *warnings, *notes]
         self.training: EpochFeed | StreamFeed
         self.steps = train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import signal
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from multipack.ops.quantized import PARTS
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
+from multipack.reports.console import LINE, Detail, folded
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.shapes.adapter import AdapterConfig
@@ -38,8 +40,8 @@ from multipack.training.schedule import schedule_text
 from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
-DETAILS = ("train.dtype is", "train.compile is", "optimizer.lr is", "reference log-probabilities")
-"""Beginnings of notes that a brief header leaves out; its rows have the choices."""
+HEADER_LINES = 8
+"""Lines of a brief header before its last one; the evaluation before the first step adds one."""
 
 
 def print_header(run: Trainer, seconds: float) -> None:
@@ -54,17 +56,21 @@ def print_header(run: Trainer, seconds: float) -> None:
     if run.step >= run.steps:
         console.line(f"\nnothing to train: the run has taken {run.step} steps; raise train.steps to continue")
         return
+    start = f"continuing after step {run.step}" if run.step else "starting"
+    start = f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all"
     if run.config.log.verbose:
         _print_details(run, rows, measured)
-    elif console.enabled:
-        console.section("", brief_rows(run, dict(rows), measured))
-    for note in run.notes:
-        if run.config.log.verbose or not note.startswith(DETAILS):
+        for note in run.notes:
             console.paragraph(f"note: {note}")
-    start = f"continuing after step {run.step}" if run.step else "starting"
-    more = "" if run.config.log.verbose else "; log.verbose=true prints more"
-    where = "" if run.config.log.verbose else f" in {run.run.path}"
-    console.line(f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all{where}{more}")
+        console.line(start)
+    elif console.enabled:
+        brief = brief_rows(run, dict(rows), measured)
+        for name, text in brief:
+            console.line(f"  {name:<9}  {textwrap.shorten(text, LINE - 13, placeholder=' …')}")
+        notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
+        for line in folded([*_left_out(run.corpus), *notes], HEADER_LINES - len(brief)):
+            console.line(line)
+        console.line(f"{start} in {run.run.path}; log.verbose=true prints more")
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
@@ -97,36 +103,37 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
     divided = rows["parallel"].removeprefix("none: ")
     parallel = "" if divided == "one process" else f"; {divided}"
+    start = f", from {config.train.init_from}" if config.train.init_from and run.resumed is None else ""
     return [
-        ("model", f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters"),
+        (
+            "model",
+            f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters{start}",
+        ),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
         ("documents", f"{rows['corpus']}{held}"),
-        *_brief_notes(corpus),
         ("plan", plan),
         ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
         ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
     ]
 
 
-def _brief_notes(corpus: Corpus) -> Rows:
-    """`corpus_notes`, with too long documents of training and validation in one row."""
-    train, held, rows = "too long, training", "too long, validation", []
-    notes = corpus_notes(corpus)
-    both = {train, held} <= {name for name, _ in notes}
-    for name, text in notes:
-        if name == train:
-            more = f"; validation: {corpus.validation_fit.documents:,}" if both else ""
-            rows.append(("too long", text + more))
-        elif name != held or not both:
-            rows.append((name, text))
-    return rows
+def _left_out(corpus: Corpus) -> list[str]:
+    """`corpus_notes` as one text, if there are any; rows about a mixture are left out."""
+    texts = [
+        text if name == "skipped" else f"{text} ({name.partition(', ')[2]})"
+        for name, text in corpus_notes(corpus)
+        if not name.startswith("mixture")
+    ]
+    return [f"left out or changed: {'; '.join(texts)}"] if texts else []
 
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
     console, folder = run.console, run.run
-    if run.corpus.arriving is not None and (notes := corpus_notes(run.corpus)):
-        console.section("documents that arrived", notes)
+    if run.corpus.arriving is not None:
+        notes = corpus_notes(run.corpus) + [("note", text) for text in run.corpus.arriving.warnings]
+        if notes:
+            console.section("documents that arrived", notes)
     if run.ending and stopped_by is None:
         console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if stopped_by is not None:
@@ -340,7 +347,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.report, skipped_lines(arriving.skipped, {})
+        train_fit, skipped = arriving.fit, [*skipped_lines(arriving.skipped, arriving.places), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]

@@ -209,7 +209,7 @@ class Trainer(StepApplier):
         values |= {**losses, **self.val_metrics}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
         first = [f"val_{name}" for name in self.objective.last_line]
-        brief = evaluation_line(values, not self.objective.legend, first, max(self.console.columns, 100))
+        brief = evaluation_line(values, not self.objective.legend, first)
         whole = f"evaluation {format_line(values)}"
         self.console.line(whole if self.config.log.verbose else brief, style="bold")
         if not math.isfinite(self.val_loss):
@@ -239,9 +239,10 @@ class Trainer(StepApplier):
         if self.files.log is not None:
             self.files.log.sample(self.step, text)
             self.callbacks.sample(self.step, text)
-        if not self.config.log.verbose:
-            text = sample_line(prompts[0], completion.text, self.console.columns)
-        self.console.line("\n".join("    " + line for line in text.splitlines()))
+        verbose = self.config.log.verbose
+        shown = text.splitlines() if verbose else [sample_line(prompts[0], completion.text)]
+        if verbose or self.step:  # before the first step in the file only
+            self.console.line("\n".join("    " + line for line in shown))
 
     def save(self) -> None:
         """Write a checkpoint; collective.

@@ -28,6 +28,7 @@ from multipack.models.peft_format import from_peft, peft_base, peft_shape
 from multipack.models.pretrained import CONFIG, open_weights
 from multipack.ops.lora import merged, quantizable, quantize
 from multipack.parallel.world import World
+from multipack.reports.console import Detail
 from multipack.run import COMPLETE, find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -240,7 +241,7 @@ def adapt_weights(
         setting: the setting that names these weights, for messages.
 
     Returns:
-        A function that reads a parameter, and a note for the header of the run.
+        A function that reads a parameter, and a note for the header of the run: a `Detail` if no row is new.
 
     Raises:
         ValueError: the shape or the tokenizer differs; the message names the settings.
@@ -268,9 +269,9 @@ def adapt_weights(
         note += f" (step {initial.step:,})"
     if shape.scores and not initial.shape.scores:
         note += "; the head of scores is new and starts at 0"
-    if added:
-        note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
-    return read, note
+    if not added:
+        return read, Detail(note)
+    return read, f"{note}; {added:,} rows of the vocabulary are new and start as the mean of the others"
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
