@@ -9,6 +9,8 @@ import torch
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePairs
 from multipack.data.documents import Documents
+from multipack.data.shared_prefixes import SharedPrefixes
+from multipack.planning.options import PlanOptions
 
 
 @pytest.fixture
@@ -29,6 +31,16 @@ def documents(write_pairs):
 def test_an_answer_without_targets_is_refused_and_named(write_pairs, pair, answer):
     with pytest.raises(ValueError, match=f"pair0: the {answer} answer has no target"):
         PreferencePairs(Documents.whole(write_pairs([pair])))[0]
+
+
+def test_a_pair_fits_if_its_distinct_tokens_do(write_pairs):
+    pairs = Documents.whole(write_pairs([(20, 3, 4), (1, 5, 2), (1, 30, 4)]))
+    kept, report = pairs.fit(30, "drop", min_prefix=8)
+    assert kept.lengths.tolist() == [47, 9]
+    assert (report.documents, report.tokens) == (1, 36)
+    assert pairs.fit(30, "drop")[0].lengths.tolist() == [9]
+    items = SharedPrefixes.of(kept, "pairs", PlanOptions(capacity=30, packs_per_step=1), min_prefix=8).items()
+    assert sorted(items.slots.tolist()) == [9, 27]
 
 
 def test_a_pack_of_pairs_is_a_pack_of_their_answers(plan, documents):

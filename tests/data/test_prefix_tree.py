@@ -74,13 +74,7 @@ def test_a_short_beginning_is_repeated_behind_a_longer_one() -> None:
     assert tree.num_slots == 10
 
 
-def test_joined_trees_share_nothing_between_them() -> None:
-    pair = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]
-    joined = PrefixTree.joined([PrefixTree.of(pair, 1), PrefixTree.of(pair[:1], 1), PrefixTree.of(pair, 1)])
-    assert joined.document.tolist() == [0, 0, 1, 2, 3, 3, 4]
-    assert joined.parent.tolist() == [-1, 0, 0, -1, -1, 4, 4]
-    assert joined.last.tolist() == [1, 2, 3, 5, 6]
-    assert joined.num_slots == 5 + 4 + 5
+def test_equal_documents_share_all_their_tokens() -> None:
     assert not PrefixTree.of([np.array([1]), np.array([2])], 1).shares
     assert PrefixTree.of([np.array([1]), np.array([1])], 1).shares
 

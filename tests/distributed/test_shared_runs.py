@@ -54,12 +54,12 @@ def losses(out):
 
 
 @pytest.mark.parametrize(
-    ("pairs", "words"),
+    ("pairs", "more"),
     [
         (False, ["data.share_prefixes=all", "parallel.data=zero1"]),
         *(
-            pytest.param(pairs, words, marks=pytest.mark.slow)
-            for pairs, words in (
+            pytest.param(pairs, more, marks=pytest.mark.slow)
+            for pairs, more in (
                 (True, ["data.share_prefixes=pairs", "parallel.data=ddp"]),
                 (True, ["data.share_prefixes=all", "parallel.data=zero3"]),
                 (False, ["data.share_prefixes=groups", "parallel.data=zero2"]),
@@ -71,11 +71,9 @@ def losses(out):
     ],
     ids=str,
 )
-def test_runs_on_ranks_equal_one_process_that_shares_nothing(pools, run, tmp_path, pairs, words):
+def test_runs_on_ranks_equal_one_process_that_shares_nothing(pools, run, tmp_path, pairs, more):
     train(compose(run(f"out={tmp_path / 'one'}", pairs=pairs)))
     expected = losses(tmp_path / "one")
     assert len(expected) >= 3
-    pools(2).run(
-        tiny.train_here, run(*words, f"out={tmp_path / 'two'}", pairs=pairs), str(tmp_path / "cache")
-    )
+    pools(2).run(tiny.train_here, run(*more, f"out={tmp_path / 'two'}", pairs=pairs), str(tmp_path / "cache"))
     np.testing.assert_allclose(losses(tmp_path / "two"), expected, rtol=1e-5)

@@ -198,6 +198,8 @@ def _store_config(data: DataConfig, path: str) -> DataConfig:
         "overlong",
         "overlap",
         "repeat_prompt",
+        "share_prefixes",
+        "min_prefix",
         "verify",
         "stage",
         "cache",
@@ -301,8 +303,9 @@ def _divided(
             )
         train, validation = whole.split_by_position(data.validation_share)
         views = train.cut(block), validation.cut(block)
+    shared_from = None if data.share_prefixes == "off" else data.min_prefix
     (train, train_fit), (validation, validation_fit) = (
-        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt) for view in views
+        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt, shared_from) for view in views
     )
     return train, validation, train_fit, validation_fit
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
+from multipack.data.prefix_tree import PrefixTree
 from multipack.planning.steps import permutation
 
 if TYPE_CHECKING:
@@ -263,7 +264,12 @@ class Documents:
         return self._view(pieces)
 
     def fit(
-        self, limit: int, policy: str = "error", overlap: int = 0, repeat_prompt: bool = False
+        self,
+        limit: int,
+        policy: str = "error",
+        overlap: int = 0,
+        repeat_prompt: bool = False,
+        min_prefix: int | None = None,
     ) -> tuple[Documents, FitReport]:
         """A view in which no document is longer than `limit` tokens, and a report of what was done.
 
@@ -272,6 +278,7 @@ class Documents:
             policy: for longer documents: `error`, a name in `POLICIES`, or `auto`: the store's own.
             overlap: tokens that a piece of a split document repeats from the piece before.
             repeat_prompt: whether each piece of a split document begins with the document's prompt.
+            min_prefix: a pair's common beginning of at least this number of tokens counts once; None = twice.
 
         Raises:
             ValueError: an unknown policy; a limit below 1; a document too long with policy `error`; a pair that would
@@ -282,10 +289,14 @@ class Documents:
             raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
         if limit < 1 or overlap < 0 or (policy == "split" and overlap >= limit):
             raise ValueError(f"data.overlap={overlap}: pieces of {limit:,} tokens repeat 0 to {limit - 1:,}")
-        long = np.flatnonzero(self.lengths > limit)
+        are_pairs, is_long = self.store.has_pairs, self.lengths > limit
+        for pair in np.flatnonzero(is_long).tolist() if are_pairs and min_prefix is not None else ():
+            first = self._piece(pair)[0]
+            tree = PrefixTree.of([self.store.tokens_of(first + answer) for answer in (0, 1)], min_prefix or 1)
+            is_long[pair] = tree.num_slots > limit
+        long = np.flatnonzero(is_long)
         if not len(long):
             return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
-        are_pairs = self.store.has_pairs
         if policy == "error" or (are_pairs and policy != "drop"):
             policies = "drop (a preference pair is not shortened)" if are_pairs else "truncate, split or drop"
             first = int(long[0])
@@ -304,7 +315,10 @@ class Documents:
                     f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
                     f" data.repeat_prompt=false, or raise {_ROOM}"
                 )
-        fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
+        if are_pairs:
+            fitted = self.take(np.flatnonzero(~is_long))
+        else:
+            fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
         is_truncated = policy in ("truncate", "truncate_left")
         return fitted, FitReport(
             limit,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,23 +77,6 @@ class PrefixTree:
             waiting += [(group, end, number) for group in children]
         document, start_of, length, parent_of = np.array(nodes, dtype=np.int64).reshape(-1, 4).T.copy()
         return cls(document, start_of, length, parent_of, last)
-
-    @classmethod
-    def joined(cls, trees: Sequence[PrefixTree]) -> PrefixTree:
-        """The trees of several lists of documents, as of one list without beginnings in common between them."""
-        documents = list(accumulate((len(tree.last) for tree in trees), initial=0))
-        nodes = list(accumulate((len(tree.length) for tree in trees), initial=0))
-        moved = [
-            (
-                tree.document + document,
-                tree.start,
-                tree.length,
-                np.where(tree.parent < 0, -1, tree.parent + node),
-                tree.last + node,
-            )
-            for tree, document, node in zip(trees, documents, nodes, strict=False)
-        ]
-        return cls(*(np.concatenate(each) for each in zip(*moved, strict=True)))
 
     @property
     def num_slots(self) -> int:

@@ -35,7 +35,7 @@ from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
-from multipack.planning.items import Items, ItemSource
+from multipack.planning.items import Items, ItemSource, check_item_options
 from multipack.planning.lengths import Packs, check_integers, check_lengths, offsets_of
 from multipack.planning.options import PlanOptions, check_targets, check_weights
 from multipack.planning.steps import permutation
@@ -137,7 +137,9 @@ class SharedPrefixes(ItemSource):
         weights: ArrayLike | None = None,
         window: int = 0,
     ) -> None:
-        check_options(options, min_prefix)
+        if min_prefix < 1:
+            raise ValueError(f"data.min_prefix={min_prefix} must be at least 1")
+        check_item_options(options, "data.share_prefixes")
         self._tokens, self._options, self._min_prefix, self._window = tokens, options, min_prefix, window
         self._answers = answers = 2 if pairs else 1
         self.lengths = self._of_entries(tokens.lengths)
@@ -299,25 +301,6 @@ def planned_items(
         }
     more = {"min_prefix": data.min_prefix, "window": cost.window}
     return {"lengths": SharedPrefixes.of(documents, data.share_prefixes, options, **more)}
-
-
-def check_options(options: PlanOptions, min_prefix: int) -> None:
-    """Refuse options of a plan that items of documents with shared beginnings cannot have.
-
-    Raises:
-        ValueError: the message names the option and what to use.
-    """
-    if min_prefix < 1:
-        raise ValueError(f"data.min_prefix={min_prefix} must be at least 1")
-    if options.align != 1:
-        raise ValueError(
-            f"plan.align={options.align} pads each document, and data.share_prefixes divides them: use plan.align=1"
-        )
-    if options.max_documents:
-        raise ValueError(
-            f"plan.max_documents={options.max_documents} counts documents, and data.share_prefixes places several at"
-            " once: use plan.max_documents=0"
-        )
 
 
 def _numbered(groups: ArrayLike, entries: int) -> Integers:

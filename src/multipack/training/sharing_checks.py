@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from multipack.planning.items import check_item_options
+
 
 def check_sharing(config: Any) -> None:
     """Check that everything in a run's configuration computes such documents.
@@ -16,15 +18,7 @@ def check_sharing(config: Any) -> None:
         config.model,
         config.parallel,
     )
-    if config.plan.align != 1:
-        raise ValueError(
-            f"plan.align={config.plan.align} pads each document, which {given} divides: use plan.align=1"
-        )
-    if config.plan.max_documents:
-        raise ValueError(
-            f"plan.max_documents={config.plan.max_documents} counts documents, and {given} places several at once: use"
-            " plan.max_documents=0"
-        )
+    check_item_options(config.plan, given)
     if parallel.context > 1 and parallel.context_method == "planned":
         raise ValueError(
             f"parallel.context_method=planned divides documents, which {given} lets share tokens:"
