@@ -2,7 +2,7 @@
 
 import pytest
 
-from multipack.launch.held import block_parameters, model_parameters, outside_parameters
+from multipack.launch.held import blocks_held, model_parameters, outside_held
 from multipack.launch.memory_model import Workload
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import ParallelConfig
@@ -34,7 +34,7 @@ def test_shares_of_collectives():
 def test_shards_are_gathered_and_reduced(dtype, size):
     zero2, zero3 = (sent("data", data=data, dtype=dtype) for data in ("zero2", "zero3"))
     assert zero2["all_gather"] == pytest.approx(7 / 8 * size * ELEMENTS)
-    twice = 2 * 32 * block_parameters(SHAPE) + outside_parameters(SHAPE, RankPart(SHAPE.layers))
+    twice = (blocks_held(SHAPE) * 64 + outside_held(SHAPE, RankPart(SHAPE.layers))).trained
     assert zero3["all_gather"] == pytest.approx(7 / 8 * size * 3 * twice)
     for found in (zero2, zero3):
         assert found["reduce_scatter"] == pytest.approx(7 / 8 * 4 * 3 * ELEMENTS)

@@ -70,20 +70,14 @@ def matrices_of(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
 @cache
 def blocks_held(shape: ModelShape, adapter: AdapterConfig = NO_ADAPTER, tensor: int = 1) -> Held:
     """The parameters of a block on a rank, a mean over blocks; `tensor` ranks divide matrices and some biases."""
-    if adapter.name == "none":
-        block, norms = block_parameters(shape, tensor), _block_norms(shape, tensor)
-        return Held(block, shape.layer_parameters // tensor, block - norms)
     found = Held()
-    for layer in range(shape.layers):
-        found += _norms_held(shape, adapter, f"blocks.{layer}.attention_norm", tensor)
+    for layer in range(1 if adapter.name == "none" else shape.layers):
+        norms = _block_norms(shape, tensor)
+        trained = adapter.trains(f"blocks.{layer}.attention_norm")
+        found += Held(trained=norms) if trained else Held(frozen=norms)
         for name, outputs, inputs in matrices_of(shape):
             found += _matrix_held(shape, adapter, f"blocks.{layer}.{name}", outputs, inputs, tensor)
-    return found * (1 / shape.layers)
-
-
-def _norms_held(shape: ModelShape, adapter: AdapterConfig, name: str, tensor: int) -> Held:
-    norms = _block_norms(shape, tensor)
-    return Held(trained=norms) if adapter.trains(name) else Held(frozen=norms)
+    return found if adapter.name == "none" else found * (1 / shape.layers)
 
 
 def _matrix_held(
@@ -123,15 +117,17 @@ def outside_held(
 ) -> Held:
     """The parameters outside of blocks on a rank: embedding, positions, last norm, head."""
     head = output_rows(shape, tensor) * shape.d_model * part.is_last
+    # The last rank of a pipeline also has the embedding if it is the output matrix.
+    embeds = part.is_first or (part.is_last and shape.tied and not shape.scores)
     sizes = {
-        "embedding": _embedding_elements(shape, part, tensor),
+        "embedding": shape.vocabulary_size // tensor * shape.d_model * embeds,
         "positions": shape.context * shape.d_model * (part.is_first and shape.positions == "learned"),
         "norm": _norm_parameters(shape) * part.is_last,
         "score" if shape.scores else "head": head * bool(shape.scores or not shape.tied),
     }
     found = Held()
     for name, size in sizes.items():
-        if adapter.name == "none" or adapter.trains(name) or name == "score":
+        if adapter.trains(name) or name == "score":
             found += Held(trained=size)
         else:
             found += Held(products=size) if name == "head" else Held(frozen=size)
@@ -143,17 +139,9 @@ def output_rows(shape: ModelShape, tensor: int = 1) -> int:
     return shape.scores or shape.vocabulary_size // tensor
 
 
-def _embedding_elements(shape: ModelShape, part: RankPart, tensor: int) -> int:
-    """Elements of the embedding on a rank, which the last rank of a pipeline also has if it is the output matrix."""
-    has = part.is_first or (part.is_last and shape.tied and not shape.scores)
-    return shape.vocabulary_size // tensor * shape.d_model * has
-
-
 def trains_output(shape: ModelShape, adapter: AdapterConfig) -> bool:
     """Whether the output matrix has a gradient."""
-    return (
-        bool(shape.scores) or adapter.name == "none" or adapter.trains("embedding" if shape.tied else "head")
-    )
+    return bool(shape.scores) or adapter.trains("embedding" if shape.tied else "head")
 
 
 def _quantized_bytes(adapter: AdapterConfig, outputs: int, inputs: int, ranks: int) -> float:
@@ -167,36 +155,15 @@ def _quantized_bytes(adapter: AdapterConfig, outputs: int, inputs: int, ranks: i
     return (size / 2 + scales) / ranks + FLOAT32 * (1 + math.ceil(scales / 256))
 
 
-def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the number of parameters of one block on a rank; `tensor` ranks divide matrices and some biases."""
-    # Biases of the two matrices that sum over ranks are whole: they are added once, after the sum.
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width * (shape.bias or shape.qkv_bias)
-    rows += (2 if shape.gated else 1) * shape.d_ff * shape.bias
-    divided, whole = shape.layer_parameters + rows, 2 * shape.d_model * shape.bias
-    if tensor > shape.kv_heads:  # every rank has the whole matrices of keys and values
-        keys = 2 * shape.kv_heads * shape.head_width * (shape.d_model + (shape.bias or shape.qkv_bias))
-        divided, whole = divided - keys, whole + keys
-    return divided // tensor + _block_norms(shape, tensor) + whole
-
-
 def _block_norms(shape: ModelShape, tensor: int) -> int:
     """Return the number of parameters of a block's norms on a rank."""
     of_heads = {"none": 0, "head": 2, "all": (shape.heads + shape.kv_heads) // tensor}[shape.head_norm]
     return (4 if shape.norms == "around" else 2) * _norm_parameters(shape) + of_heads * shape.head_width
 
 
-def outside_parameters(shape: ModelShape, part: RankPart, tensor: int = 1) -> int:
-    """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head."""
-    elements = _embedding_elements(shape, part, tensor)
-    elements += shape.context * shape.d_model if part.is_first and shape.positions == "learned" else 0
-    elements += _norm_parameters(shape) if part.is_last else 0
-    has_head = part.is_last and (shape.scores or not shape.tied)
-    return elements + (output_rows(shape, tensor) * shape.d_model if has_head else 0)
-
-
 def model_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole decoder, including biases and norms."""
-    return shape.layers * block_parameters(shape) + outside_parameters(shape, RankPart(shape.layers))
+    return round((blocks_held(shape) * shape.layers + outside_held(shape, RankPart(shape.layers))).trained)
 
 
 def _norm_parameters(shape: ModelShape) -> int:

@@ -128,10 +128,6 @@ class Workload:
         """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
         return self.device == "cpu" and self.shape.norm != "layernorm" and self.stream < FLOAT32
 
-    def trains(self, module: str) -> bool:
-        """Whether a module that no adapter adapts is trained."""
-        return self.adapter.name == "none" or self.adapter.trains(module)
-
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/parallel/choosing.md.
 
@@ -153,7 +149,7 @@ class Workload:
             "residual": before * here * d * (FLOAT32 if widened else self.stream),
             "statistics": (before + after) * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
             "normalized": (before + after) * here * d * FLOAT32
-            if widened and self.trains("blocks.0.attention_norm")
+            if widened and self.adapter.trains("blocks.0.attention_norm")
             else 0,
             "branches": after * here * d * self.stream,
             "head norms": slots * head_norms * self.stream,
@@ -213,7 +209,7 @@ class Workload:
         if part.is_first and shape.dropout:
             total += here * shape.d_model * (FLOAT32 if self.device == "cpu" else 1)
         if part.is_last:
-            kept = (1 + self.trains("norm")) * FLOAT32 if self.widens_norms else self.stream
+            kept = (1 + self.adapter.trains("norm")) * FLOAT32 if self.widens_norms else self.stream
             total += here * (shape.d_model * kept + 2 * FLOAT32)
         return total
 

@@ -99,16 +99,15 @@ class AdapterConfig:
 
     def with_head(self, name: str) -> AdapterConfig:
         """The same settings, with a new head that is trained whole beside adapters."""
-        known = self.name == "none" or self.trains(name)
-        return self if known else replace(self, train=[*self.train, name])
+        return self if self.trains(name) else replace(self, train=[*self.train, name])
 
     def adapts(self, matrix: str) -> bool:
         """Whether the matrix of a block gets an adapter, by the name of its module."""
-        return any(_matches(matrix, pattern) for pattern in self.targets)
+        return self.name != "none" and any(_matches(matrix, pattern) for pattern in self.targets)
 
     def trains(self, module: str) -> bool:
-        """Whether a module is trained whole: a pattern matches its name, or that of a module that holds it."""
-        return any(_begins(module, pattern) for pattern in self.train)
+        """Whether a module is trained whole: without adapters, or by a pattern on it or on a module that holds it."""
+        return self.name == "none" or any(_begins(module, pattern) for pattern in self.train)
 
     def check(self, matrices: Collection[str], modules: Collection[str]) -> None:
         """Check that every pattern matches something in the whole model.
