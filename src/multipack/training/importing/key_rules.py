@@ -71,11 +71,6 @@ def schedule(value: Any, keys: Keys) -> Honored:
     return Honored(settings)
 
 
-def min_lr_ratio(value: Any, keys: Keys) -> Honored:
-    """The last learning rate over the peak."""
-    return Honored({"optimizer.min_lr": float(value) * float(keys.get("learning_rate") or 0)})
-
-
 def rate_of(pattern: str, value: Any, keys: Keys, relative: bool) -> Honored:
     """A learning rate of some parameters; `relative`: the value is a factor."""
     factor = float(value) / (1.0 if relative else float(keys.get("learning_rate") or 1))
@@ -119,16 +114,6 @@ def special_tokens(value: Any, keys: Keys) -> Honored:
     raise NotHonored(f"{name}={changed[name]}: the special tokens are those of the tokenizer's files")
 
 
-def precision(value: Any, keys: Keys) -> Honored:
-    """bf16."""
-    return Honored({"train.dtype": "auto" if value == "auto" else "bf16"})
-
-
-def torch_dtype(value: Any, keys: Keys) -> Honored:
-    """The dtype of the weights that are read."""
-    return Honored(note="weights that are trained are held in fp32, and computed with in train.dtype")
-
-
 def recompute(value: Any, keys: Keys) -> Honored:
     """Activation checkpointing."""
     note = "" if value is True else "activations are recomputed, and not kept on the host"
@@ -167,12 +152,10 @@ def deepspeed(value: Any, keys: Keys) -> Honored:
 
 def plugins(value: Any, keys: Keys) -> Honored:
     """Plugins that make steps faster have no effect on what is trained."""
-    for plugin in value:
-        name = str(plugin).rpartition(".")[2]
-        if name not in _PLUGINS:
-            raise NotHonored(f"plugin {name} has no equivalent")
-    notes = [_PLUGINS[str(plugin).rpartition(".")[2]] for plugin in value]
-    return Honored(note="; ".join(filter(None, notes)))
+    names = [str(plugin).rpartition(".")[2] for plugin in value]
+    if unknown := [name for name in names if name not in _PLUGINS]:
+        raise NotHonored(f"plugin {unknown[0]} has no equivalent")
+    return Honored(note="; ".join(filter(None, map(_PLUGINS.__getitem__, names))))
 
 
 _PLUGINS = {
@@ -185,14 +168,12 @@ _PLUGINS = {
     "ExpertParallelPlugin": "experts are divided as other weights are, by parallel.data=zero3",
 }
 
-_LOSSES = {"dpo": "sigmoid"}
-
 
 def preference(value: Any, keys: Keys) -> Honored:
     """The loss of preference pairs."""
     from multipack.models.objectives import find_loss  # imports torch
 
-    loss = _LOSSES.get(value, str(value))
+    loss = "sigmoid" if value == "dpo" else str(value)
     types = keys.get("dpo_loss_type") or [loss]
     loss = str(types[0] if isinstance(types, list) and len(types) == 1 else types)
     try:
@@ -200,11 +181,6 @@ def preference(value: Any, keys: Keys) -> Honored:
     except ValueError as error:
         raise NotHonored(f"rl={value}: {error}") from error
     return Honored({"preference.loss": loss})
-
-
-def reward_model(value: Any, keys: Keys) -> Honored:
-    """Bradley-Terry reward models."""
-    return Honored({"preference.loss": "reward"})
 
 
 def num_labels(value: Any, keys: Keys) -> Honored:
@@ -232,16 +208,6 @@ def overlong(value: Any, keys: Keys) -> Honored:
     if value not in policies:
         raise NotHonored(f"excess_length_strategy={value}: there are {', '.join(policies)}")
     return Honored({"data.overlong": policies[value]})
-
-
-def shuffled(value: Any, keys: Keys) -> Honored:
-    """`shuffle_merged_datasets`, which is true by default."""
-    return NOTHING if value else Honored({"plan.order": "given"})
-
-
-def tokenizer(value: Any, keys: Keys) -> Honored:
-    """Another tokenizer than the model's."""
-    return Honored({"tokenizer.kind": "transformers", "tokenizer.path": str(value)})
 
 
 def renamed(setting: str, kind: type, value: Any, keys: Keys) -> Honored:
