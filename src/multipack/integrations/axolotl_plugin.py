@@ -160,13 +160,11 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         check_settings(cfg)
         _replace(_is_on(cfg))
 
-    def on_config_validation_error(self, cfg: Mapping[str, Any]) -> None:
-        """Put Axolotl's sampler back."""
-        _replace(False)
-
     def post_train_unload(self, cfg: Mapping[str, Any]) -> None:
         """Put Axolotl's sampler back."""
         _replace(False)
+
+    on_config_validation_error = post_train_unload
 
     def get_input_args(self) -> str:
         """The class of the plugin's keys."""

@@ -126,8 +126,11 @@ class PackedDataCollator:
         inputs: dict[str, Any] = {name: torch.from_numpy(values)[None] for name, values in row.items()}
         inputs["use_cache"] = False
         if self.returns == "4d_mask":
-            inputs["attention_mask"] = self._masks(torch.from_numpy(owner), inputs["position_ids"][0])
-            return inputs
+            window, of_tokens = self.window, (torch.from_numpy(owner), inputs["position_ids"][0])
+            if isinstance(window, Mapping):
+                masks = {kind: self._mask(*of_tokens, each) for kind, each in window.items()}
+                return inputs | {"attention_mask": masks}
+            return inputs | {"attention_mask": self._mask(*of_tokens, window)}
         boundaries = torch.from_numpy(np.append(0, ends).astype(np.int32))
         longest = int(sizes.max())
         return inputs | {
@@ -138,12 +141,7 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(owner)[None],
         }
 
-    def _masks(self, owner: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        if isinstance(self.window, Mapping):
-            return {kind: self._mask(owner, positions, window) for kind, window in self.window.items()}
-        return self._mask(owner, positions, None if self.window == "unknown" else self.window)
-
-    def _mask(self, owner: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    def _mask(self, owner: Tensor, positions: Tensor, window: Any) -> Tensor:
         """(1, 1, T, T): which tokens each token attends to."""
         distance = positions[:, None] - positions
         seen = (owner[:, None] == owner) & (distance >= 0)

@@ -173,12 +173,12 @@ def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, 
     return replicas, number
 
 
-def least_of_ranks(*values: int) -> list[int]:
-    """The minimum of each value over all ranks. A collective."""
+def least_of_ranks(*values: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The minimum of each value over the ranks of a group, None = all. A collective."""
     if world_size() == 1:
         return list(values)
-    on_host = dist.get_backend() in ("gloo", "mpi", "ucc", "undefined")
+    on_host = dist.get_backend(group) in ("gloo", "mpi", "ucc", "undefined")
     device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
     box = torch.tensor(values, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MIN)
+    dist.all_reduce(box, dist.ReduceOp.MIN, group)
     return [int(value) for value in box.tolist()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
 from typing import Any
 
@@ -33,7 +33,6 @@ from multipack.integrations.probe_documents import (
 )
 from multipack.integrations.probe_inputs import (
     PlacedBatch,
-    Repair,
     place,
     repairs,
     wrong_fields,
@@ -186,7 +185,8 @@ class _Probe:
         if self.config is None or self.forward is not None:
             return self.outputs(self.placed([document]))[0]
         given: dict[str, Any] = {"input_ids": torch.tensor([document], device=self.device)}
-        if _takes(self.model, "use_cache"):
+        inner = getattr(self.model, "get_base_model", lambda: self.model)()
+        if "use_cache" in inspect.signature(getattr(inner, "forward", inner)).parameters:
             given["use_cache"] = False
         return self.outputs(PlacedBatch(given, ((0, len(document)),)))[0]
 
@@ -210,7 +210,8 @@ class _Probe:
         The batches have one shape, so that even 16-bit outputs are the same, except those of experts: the number of
         tokens that an expert computes together depends on the other documents.
         """
-        names = {type(module).__name__.lower() for module in _modules(self.model)}
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        names = {type(module).__name__.lower() for module in modules}
         has_experts = any("moe" in name or "expert" in name or "router" in name for name in names)
         return self.tolerance if has_experts else TOLERANCE
 
@@ -240,11 +241,9 @@ class _Probe:
         try:
             base = self.outputs(batch)
             alone = [self.alone(number) for number in range(len(self.documents))]
-        except ValueError as error:
+        except Exception as error:
             if "forward=lambda" in str(error):
                 raise
-            return self._refused(error, findings)
-        except Exception as error:
             return self._refused(error, findings)
         if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
             text, remedy = "outputs are not finite", "check the weights and the dtype"
@@ -293,7 +292,8 @@ class _Probe:
         candidates = repairs(batch, self.config is not None)
         for count in range(1, len(candidates) + 1):
             for chosen in combinations(candidates, count):
-                if self.is_repaired(_applied(batch, chosen), alone):
+                repaired = reduce(lambda changed, repair: repair.apply(changed), chosen, batch)
+                if self.is_repaired(repaired, alone):
                     return [repair.finding for repair in chosen]
         if not leaks:
             return [self._difference_cause(batch, alone, base)]
@@ -341,9 +341,8 @@ class _Probe:
             )
         positions = batch.values.get("position_ids")
         if isinstance(positions, Tensor):
-            other = [
-                _difference(one, two) for one, two in zip(base, self.outputs(_shifted(batch)), strict=True)
-            ]
+            shifted = self.outputs(batch.with_values(position_ids=positions + 1))
+            other = [_difference(one, two) for one, two in zip(base, shifted, strict=True)]
             what = (
                 "position_ids are ignored"
                 if max(other) <= TOLERANCE
@@ -363,23 +362,9 @@ class _Probe:
         )
 
 
-def _shifted(batch: PlacedBatch) -> PlacedBatch:
-    return batch.with_values(position_ids=batch.values["position_ids"] + 1)
-
-
 def _or_newer(remedy: str) -> str:
     """A remedy of a leak in transformers, and the version that has none of its own."""
     return remedy if makes_document_masks() else f"{remedy}, or use transformers >= 4.53"
-
-
-def _applied(batch: PlacedBatch, chosen: tuple[Repair, ...] | list[Repair]) -> PlacedBatch:
-    for repair in chosen:
-        batch = repair.apply(batch)
-    return batch
-
-
-def _modules(model: Any) -> Iterator[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else iter(())
 
 
 def _difference(one: Tensor, two: Tensor) -> float:
@@ -392,9 +377,3 @@ def _difference(one: Tensor, two: Tensor) -> float:
 def _first_difference(one: Tensor, two: Tensor, tolerance: float) -> int | None:
     rows = ((one - two).abs().amax(1) > tolerance * one.abs().amax()).nonzero()
     return int(rows[0]) if len(rows) else None
-
-
-def _takes(model: Any, name: str) -> bool:
-    """Whether the model, or the one inside it, has a named argument."""
-    inner = getattr(model, "get_base_model", lambda: model)()
-    return name in inspect.signature(getattr(inner, "forward", inner)).parameters

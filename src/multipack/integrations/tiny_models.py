@@ -49,7 +49,8 @@ SIZES: tuple[tuple[str, int], ...] = (
 
 MISSING = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 """Values of settings that a configuration needs and leaves empty."""
-TOKEN = re.compile(r".*token_(id|index)$")
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks")
+"""Names of the number of layers: a longer list with so many entries has one for each layer."""
 
 
 def tiny_config(config: Any, layers: int = 2) -> Any:
@@ -70,15 +71,17 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
 def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
     kinds = values.get("layer_types") or values.get("layers_block_type")
     if isinstance(kinds, list) and kinds:
-        chosen = _kinds(kinds, layers)
+        chosen = kinds[:layers]
+        chosen += [kind for kind in dict.fromkeys(kinds) if kind not in chosen]  # one of each further kind
         layers = len(chosen)
+    counts = {values.get(name) for name in COUNTS}
     made: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
             made[name] = _shrunk(value, layers)
         elif name == "per_layer_config" and value:
             made[name] = {number: each for number, each in value.items() if int(number) < layers}
-        elif isinstance(value, list) and value and len(value) > layers and _is_by_layer(name, value, values):
+        elif isinstance(value, list) and len(value) > layers and len(value) in counts:
             made[name] = chosen if value is kinds else value[:layers]
         elif isinstance(value, int) and not isinstance(value, bool):
             made[name] = _small(name, value, layers)
@@ -87,29 +90,14 @@ def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
     for name in MISSING.keys() & made.keys():
         made[name] = MISSING[name] if made[name] is None else made[name]
     if values.get("num_key_value_heads") in (None, values.get("num_attention_heads")):
-        made |= (
-            {"num_key_value_heads": made["num_attention_heads"]} if "num_key_value_heads" in values else {}
-        )
+        made |= {name: made["num_attention_heads"] for name in ("num_key_value_heads",) if name in values}
     if "expand" in values and "num_attention_heads" not in values and "num_heads" in values:
         made["num_heads"] = 8  # heads of a state-space layer of width expand · hidden_size
     return made
 
 
-def _kinds(kinds: list[str], layers: int) -> list[str]:
-    """The first layers, and one of each further kind."""
-    chosen = kinds[:layers]
-    return chosen + [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
-
-
-def _is_by_layer(name: str, value: list[Any], values: dict[str, Any]) -> bool:
-    counts = {
-        values.get(key) for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks")
-    }
-    return len(value) in counts
-
-
 def _small(name: str, value: int, layers: int) -> int:
-    if TOKEN.match(name):
+    if name.endswith(("token_id", "token_index")):
         return value % 250 if value > 250 else value
     found = [size for pattern, size in SIZES if re.fullmatch(pattern, name)]
     if not found or value <= 0:

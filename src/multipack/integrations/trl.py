@@ -21,11 +21,7 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model: as of SFTTrainer.
-        args: as of SFTTrainer; TRL's own packing is off.
-        data_collator: as of SFTTrainer.
-        *positional: as of SFTTrainer.
-        **named: as of SFTTrainer.
+        model, args, data_collator, *positional, **named: as of SFTTrainer; TRL's own packing is off.
         capacity: tokens of a pack; None = `max_length`.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.integrations.host_sampler import least_of_ranks
 from multipack.planning.balance import Cost, balance, least_packs, partition
 from multipack.planning.cost import CostModel
 from multipack.planning.lengths import check_integer
@@ -82,19 +83,20 @@ def rearrange_micro_batches(
     """
     lengths = _lengths_of(batch)
     budget = check_integer("max_token_len", max_token_len)
-    least = check_integer("min_num_micro_batch", min_num_micro_batch or 1)
+    minimum = check_integer("min_num_micro_batch", min_num_micro_batch or 1)
     multiple = check_integer("num_batches_divided_by", num_batches_divided_by or 1)
     longest, fewest, sequences = int(lengths.max(initial=0)), 1, len(lengths)
     if 0 < longest <= budget:
         fewest = least_packs(lengths, budget)
     if same_micro_num_in_dp:
-        longest, fewest, sequences = _across_ranks(longest, fewest, sequences, dp_group)
+        least = least_of_ranks(-longest, -fewest, sequences, group=dp_group)
+        longest, fewest, sequences = -least[0], -least[1], least[2]
     if longest > budget:
         raise ValueError(
             f"a sequence of {longest:,} tokens does not fit into max_token_len={budget:,}; set max_token_len (in verl's"
             f" settings ppo_max_token_len_per_gpu and the like) to at least {longest:,}"
         )
-    number = -(-max(fewest, least) // multiple) * multiple
+    number = -(-max(fewest, minimum) // multiple) * multiple
     if number > sequences:
         raise ValueError(
             f"{sequences} sequences on a rank cannot fill {number} micro-batches, and none may be empty; raise"
@@ -119,21 +121,6 @@ def _lengths_of(batch: Any) -> NDArray[np.int64]:
             " with an attention_mask"
         ) from error
     return np.asarray(lengths.cpu(), dtype=np.int64)
-
-
-def _across_ranks(longest: int, fewest: int, sequences: int, group: Any) -> tuple[int, int, int]:
-    """The largest of the first two numbers and the smallest of the third one, over the ranks of a group."""
-    import torch
-    from torch import distributed
-
-    if not distributed.is_initialized():
-        return longest, fewest, sequences
-    on_device = distributed.get_backend(group) != "gloo"
-    device = torch.accelerator.current_accelerator() if on_device else None
-    values = torch.tensor([longest, fewest, -sequences], device=device or "cpu")
-    distributed.all_reduce(values, op=distributed.ReduceOp.MAX, group=group)
-    longest, fewest, negative = values.tolist()
-    return longest, fewest, -negative
 
 
 def _selected(batch: Any, indices: list[int]) -> Any:

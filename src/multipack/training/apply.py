@@ -258,10 +258,8 @@ class StepApplier:
         if self.mesh.data_size > 1 and math.isfinite(sums[2]):
             record["time_spread"] = sums[2]
             parallel = self.config.parallel
-            once = (
-                parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
-            )  # the last pass synchronizes
-            if once and math.isfinite(seconds_waited := result.synchronizing_seconds):
+            synchronizes_once = parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
+            if synchronizes_once and math.isfinite(seconds_waited := result.synchronizing_seconds):
                 record["dtc"] = seconds_waited
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
             record["dt_predicted"] = data.predicted_seconds
@@ -270,12 +268,10 @@ class StepApplier:
         self._publish(record)
         every = self.config.log.every
         if every and (step % every == 0 or step == 1):
-            self.console.line(format_line(record) if self.config.log.verbose else self._step_line(record))
-
-    def _step_line(self, record: dict[str, float]) -> str:
-        (first, began), step = self.started, record["step"]
-        seconds = (time.monotonic() - began) / (step - first) * (self.steps - step)
-        return step_line(record, self.steps, self.val_loss, seconds)
+            first, began = self.started
+            left = (time.monotonic() - began) / (step - first) * (self.steps - step)
+            line = step_line(record, self.steps, self.val_loss, left)
+            self.console.line(format_line(record) if self.config.log.verbose else line)
 
     def _publish(self, values: dict[str, float]) -> None:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
