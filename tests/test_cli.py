@@ -1,6 +1,7 @@
 """The commands as a user types them."""
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -343,5 +344,7 @@ def test_without_words_the_help_is_printed(monkeypatch, capsys):
         main()
     assert ended.value.code in (0, 2)  # by Typer's version
     assert "advise" in "".join(capsys.readouterr())
-    done = subprocess.run([sys.executable, "-m", "multipack", "version"], capture_output=True, text=True)
-    assert done.stdout.strip() == "0.1.0"
+    monkeypatch.setattr(sys, "argv", ["multipack", "version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("multipack", run_name="__main__")
+    assert capsys.readouterr().out.strip() == "0.1.0"
