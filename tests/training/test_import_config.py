@@ -171,7 +171,9 @@ def test_models_without_a_config_are_known_by_name():
 def test_examples_of_axolotl_are_parsed_or_say_what_they_lack(parsed, shared_data):
     lines = (shared_data / "axolotl" / "examples.jsonl").open()
     examples = [import_axolotl(json.loads(line)["config"]) for line in lines]
-    for found in [each for each in examples if not each.lacking][::6]:  # benchmarks/reach.py parses all of them
+    for found in [each for each in examples if not each.lacking][
+        ::6
+    ]:  # benchmarks/reach.py parses all of them
         parsed(found)
     assert sum(not found.lacking for found in examples) >= 65
     unknown = {key for found in examples for key, why in found.lacking.items() if why.startswith("not a key")}

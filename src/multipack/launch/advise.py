@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, get_args
 
 from multipack.launch.advise_request import AdviseRequest, PackSize
-from multipack.launch.context_choice import measured, measures, packs_of, with_link
+from multipack.launch.context_choice import measures, packs_of, with_link
 from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import (
     Memory,
@@ -102,7 +102,9 @@ class Candidate:
     @cached_property
     def placed(self) -> ContextMeasure | None:
         """What context ranks exchange, and how even they are; None without context parallelism."""
-        return measured(self.request, self.config)
+        if self.config.context == 1:
+            return None
+        return {each.method: each for each in measures(self.request, self.config)}[self.config.context_method]
 
     @property
     def packs(self) -> int:

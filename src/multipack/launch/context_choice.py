@@ -65,14 +65,6 @@ def measures(request: AdviseRequest, config: ParallelConfig) -> list[ContextMeas
     return _measures(request.model, packs, config.context, config.tensor, price, size)
 
 
-def measured(request: AdviseRequest, config: ParallelConfig) -> ContextMeasure | None:
-    """The measure of the configuration's own method; None without context parallelism."""
-    if config.context == 1:
-        return None
-    found = {each.method: each for each in measures(request, config)}
-    return found[config.context_method]
-
-
 @lru_cache(maxsize=256)
 def _measures(
     shape: ModelShape, packs: tuple[str, int, int], ranks: int, tensor: int, price: float, size: int

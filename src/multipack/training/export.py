@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast
 
 import tokenizers
 import torch
@@ -28,6 +28,7 @@ from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import config_of, scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
 from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
+from multipack.planning.options import check_choice
 from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape, read_json
 from multipack.training.checkpoint_tensors import save_safetensors
@@ -52,6 +53,8 @@ from multipack.training.weights import (
     vocabulary_of,
 )
 
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+
 
 def export(
     path: Path, folder: Path, weights: str = "latest", dtype: str = "auto", merge: bool = False
@@ -74,12 +77,8 @@ def export(
         ValueError: transformers has no model of this shape; the weights are missing, not finite, or too large for
             fp16; an unknown choice.
     """
-    for name, value, choices in (
-        ("weights", weights, get_args(Weights)),
-        ("dtype", dtype, ("auto", *DTYPES)),
-    ):
-        if value not in choices:
-            raise ValueError(f"--{name} {value}: one of {', '.join(choices)}")
+    check_choice("--weights", weights, Weights)
+    check_choice("--dtype", dtype, Dtype)
     if not is_free(folder):
         raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or move it away")
     trained = find_weights(path, cast(Weights, weights))
