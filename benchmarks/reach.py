@@ -55,8 +55,8 @@ def _is_foreign(found: Imported) -> bool:
 
 
 def _has_more_bits(found: Imported) -> bool:
-    """Whether weights or optimizer states have more bits than were asked for."""
-    return "quantize_moe_experts" in found.notes or "bits instead of" in found.notes.get("optimizer", "")
+    """Whether optimizer states have more bits than were asked for."""
+    return "bits instead of" in found.notes.get("optimizer", "")
 
 
 def _has_other_products(found: Imported) -> bool:
@@ -74,7 +74,7 @@ def page(figures: dict[str, Any]) -> str:
         "| resolve completely, weights and optimizer states in the bits asked for"
         f" | {strict} | {strict / packing:.0%} |",
         f"| of these, products in more bits than asked for | {figures['more_bits_of_products']} | |",
-        f"| resolve completely, some weights or states in more bits | {figures['with_hf']} | {figures['share']:.0%} |",
+        f"| resolve completely, some states in more bits | {figures['with_hf']} | {figures['share']:.0%} |",
         f"| of these, computed by our decoder (others: `model=hf:`) | {figures['own_decoder']} | |",
         "",
         "What the others lack:",

@@ -73,10 +73,23 @@ def save_model(kind, folder, dtype=torch.float32, change=None, **sizes):
 
 
 def dequantize(quantize, model):
-    """Replace the matrices of linear layers of blocks by the values that quantized ones stand for."""
-    for module in model.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.copy_(quantize(module.weight).to(torch.float32))
+    """Replace the matrices of linear layers and experts of blocks by the values that quantized ones stand for."""
+    for weight in quantized_matrices(model):
+        weight.copy_(quantize(weight.flatten(0, -2)).to(torch.float32).view(weight.shape))
+
+
+def quantized_matrices(model):
+    """The matrices of linear layers and experts of blocks."""
+    parameters = [
+        (module, *each)
+        for module in model.model.layers.modules()
+        for each in module.named_parameters(recurse=False)
+    ]
+    return [
+        each
+        for module, name, each in parameters
+        if each.dim() == 3 or (isinstance(module, torch.nn.Linear) and name == "weight")
+    ]
 
 
 def short_run(tmp_path):

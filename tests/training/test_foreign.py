@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from hf_models import dequantize, run_words, save_model
+from hf_models import dequantize, quantized_matrices, run_words, save_model
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.integrations import attention_interface
@@ -21,6 +22,7 @@ from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
 from multipack.ops.lora import FORMATS
 from multipack.run import RunDirectory
+from multipack.training.blueprint import open_engine
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export
 from multipack.training.foreign_checks import check_isolated
@@ -47,6 +49,11 @@ def result(out):
     run = RunDirectory(out)
     losses = [record["loss"] for record in run.records() if "loss" in record]
     return load_checkpoint(run.latest_checkpoint()).source.whole("model"), losses
+
+
+def untied_head(model):
+    """The head's matrix, if it is not the embedding."""
+    return [] if model.lm_head.weight is model.get_input_embeddings().weight else [model.lm_head.weight]
 
 
 @pytest.mark.parametrize(
@@ -177,17 +184,17 @@ def test_adapters_train_and_peft_loads_them(tmp_path):
         ),
     ],
 )
-def test_linear_layers_are_quantized_and_nothing_else(kind, name, sizes, tmp_path, capsys):
+def test_linear_layers_and_experts_are_quantized_and_nothing_else(kind, name, sizes, tmp_path, capsys):
     base = save_model(kind, tmp_path / "base", **sizes)
     save_model(kind, tmp_path / "rounded", change=partial(dequantize, FORMATS[name].quantize), **sizes)
     words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
     part, whole, other = (tmp_path / out for out in ("part", "whole", "other"))
     train(compose_run([*words, f"out={whole}"]))
-    count = sum(
-        each.weight.numel() for each in base.model.layers.modules() if isinstance(each, torch.nn.Linear)
-    )
+    count = sum(each.numel() for each in quantized_matrices(base))
+    rest = len(torch.nn.utils.parameters_to_vector(base.parameters())) - count
+    rest += sum(each.numel() for name, each in base.named_buffers() if name.endswith("correction_bias"))
     header = " ".join(capsys.readouterr().out.split())
-    assert f"{count:,} frozen ones are in {name.upper()} with" in header
+    assert re.search(rf"; {count:,} frozen ones are in {name.upper()} with [\w ]+, {rest:,} are not", header)
     train(compose_run([*run_words(tmp_path, tmp_path / "rounded"), *ATTENTION, f"out={other}"]))
     (held, losses), (expected, theirs) = result(whole), result(other)
     assert losses == pytest.approx(theirs, rel=1e-6)
@@ -221,6 +228,24 @@ def test_adapters_of_quantized_models_are_exported(kind, name, tmp_path):
     with torch.no_grad():
         one, two = (model(tokens, use_cache=False).logits for model in (adapted, merged))
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_frozen_matrices_have_the_dtype_of_products(kind, tmp_path, monkeypatch):
+    base = save_model(kind, tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION]
+    train(compose_run([*words, f"out={tmp_path / 'fp32'}"]))
+    engines = []
+    monkeypatch.setattr(
+        "multipack.training.trainer.open_engine",
+        lambda *given: engines.append(open_engine(*given)) or engines[-1],
+    )
+    train(compose_run([*words, "train.dtype=bf16", f"out={tmp_path / 'bf16'}"]))
+    frozen = [each for each in engines[0].parameters.values() if not each.requires_grad]
+    matrices = sum(each.numel() for each in [*quantized_matrices(base), *untied_head(base)])
+    assert sum(each.nbytes for each in frozen) == 4 * sum(each.numel() for each in frozen) - 2 * matrices
+    (_, expected), (_, losses) = result(tmp_path / "fp32"), result(tmp_path / "bf16")
+    assert losses == pytest.approx(expected, rel=2e-2)
 
 
 def test_a_model_without_matrices_to_quantize_is_refused(tmp_path):

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from multipack.cli import app
 from multipack.data.sources import Source
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
@@ -107,6 +109,20 @@ def test_the_prompts_of_an_imported_file_are_read(imported, tmp_path):
     _, config = imported(datasets=[{"path": str(tmp_path / "a.jsonl"), "type": "alpaca"}])
     (document,) = Source(config.data)
     assert document.parts[0].text.endswith("### Input:\n1 2\n\n### Response:\n")
+
+
+def test_the_command_ends_with_1_if_another_run_would_be_trained(tmp_path):
+    file = tmp_path / "axolotl.yml"
+    for more, code in (({}, 0), ({"neftune_noise_alpha": 5}, 1)):
+        file.write_text(yaml.safe_dump({**EXAMPLE, **more}))
+        ended = CliRunner().invoke(app, ["import-config", str(file)])
+        assert ended.exit_code == code
+        assert ("neftune_noise_alpha" in ended.output) == bool(code)
+
+
+def test_states_of_four_bits_are_imported_where_tensors_are_whole(imported):
+    assert imported(optimizer="adamw_torch_4bit")[1].optimizer.name == "adamw_4bit_ao"
+    assert imported(optimizer="adamw_torch_4bit", fsdp=["full_shard"])[1].optimizer.name == "adamw_8bit"
 
 
 def test_adapters_and_parallelism(imported):

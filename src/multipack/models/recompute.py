@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from multipack.models.decoder import Decoder
 from multipack.ops.attention import table
+from multipack.ops.experts import QuantizedExperts
 from multipack.ops.loss import LOSS_ATTRIBUTES
 
 Recompute = Literal["none", "full", "selective"]
@@ -71,6 +72,9 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
         if not model.shape.architecture:
             block.around = None if kind == "none" else partial(_checkpointed, options)
         elif kind != "none":
+            for module in block.modules():
+                if isinstance(module, QuantizedExperts):
+                    module.recomputed = True
             block.forward = partial(_in_training, block, options, block.forward)
 
 

@@ -9,7 +9,7 @@ denominator is treated as a constant in the backward pass (section 4.3). B is 0 
 adapted model at first computes what the original one does.
 
 Frozen matrices of blocks may be quantized (QLoRA; `FORMATS`), also those without an adapter; m is then the length of
-the rows of the dequantized matrix. Otherwise frozen linear layers are held in the dtype of matrix products:
+the rows of the dequantized matrix. Otherwise frozen linear layers and experts are held in the dtype of matrix products:
 autocast would cast them to it in every step, and the products are the same bit for bit.
 """
 
@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.ops.autocast import at_least_float32
+from multipack.ops.experts import expert_matrices, quantized_experts
 from multipack.ops.int8 import Int8
 from multipack.ops.nf4 import Nf4
-from multipack.ops.quantized import PARTS, Quantized, linear
+from multipack.ops.quantized import Quantized, held_parts, linear, part_names
 from multipack.shapes.adapter import AdapterConfig
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
@@ -61,12 +62,7 @@ class LoraLinear(nn.Linear):
         """(out, in) the frozen matrix."""
         if cast(Tensor | None, self.weight) is not None:
             return self.weight
-        # FSDP2 of torch 2.11 gathers bytes in bfloat16, which holds them exactly; 2.13 leaves them as they are.
-        parts = (getattr(self, part, None) for part in PARTS)
-        codes, scales, steps = (
-            cast(Tensor, None if each is None else each.to(torch.uint8)) for each in parts
-        )
-        return self.format(codes, scales, steps, self.in_features)
+        return held_parts(self, "weight", self.format, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, in) → (T, out)."""
@@ -121,7 +117,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
     Args:
         model: has `blocks`; it may be a part of a pipeline, or on the meta device.
         config: which matrices, and how frozen ones are held; `none` leaves the model unchanged.
-        dtype: of matrix products, and so of frozen linear layers that are not quantized.
+        dtype: of matrix products, and so of frozen linear layers and experts that are not quantized.
     """
     if config.name == "none":
         return
@@ -129,13 +125,14 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
         whole = config.trains(name)
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(whole)
-        if isinstance(module, nn.Linear) and not whole:
-            module.weight.data = module.weight.data.to(dtype)
+        for own in _of_products(module) if not whole else []:
+            parameter = module.get_parameter(own)
+            parameter.data = parameter.data.to(dtype)
     quantized = quantizable(model, config)
     for name in filter(config.adapts, matrices(model)):
         _adapt(cast(nn.Linear, model.get_submodule(name)), config)
     for name in quantized:
-        _quantize(cast(nn.Linear, model.get_submodule(name)), config)
+        _quantize(model, name, config)
 
 
 def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
@@ -174,20 +171,25 @@ def matrices(model: nn.Module) -> list[str]:
 
 
 def quantizable(model: nn.Module, config: AdapterConfig) -> list[str]:
-    """Names of the linear layers that `add_adapters` quantizes: frozen, of blocks, with rows that the format takes."""
+    """Names of the parameters that `add_adapters` quantizes.
+
+    They are the frozen matrices of linear layers and experts of blocks, with rows that the format takes.
+    """
     if config.quantize == "none":
         return []
-    block = FORMATS[config.quantize].block
+    block, linear_layers = FORMATS[config.quantize].block, set(matrices(model))
     return [
-        name
-        for name in matrices(model)
-        if not config.trains(name) and cast(nn.Linear, model.get_submodule(name)).in_features % block == 0
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if name.startswith("blocks.") and not config.trains(name)
+        for own in (["weight"] if name in linear_layers else expert_matrices(module))
+        if module.get_parameter(own).shape[-1] % block == 0
     ]
 
 
 def quantize(weight: Tensor, config: AdapterConfig) -> Quantized:
-    """A matrix in the format of `adapter.quantize`."""
-    return FORMATS[config.quantize].quantize(weight, config.double_quantize)
+    """A matrix, or the rows of several, in the format of `adapter.quantize`."""
+    return FORMATS[config.quantize].quantize(weight.flatten(0, -2), config.double_quantize)
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int, weight: Callable[[], Tensor]) -> Tensor:
@@ -226,15 +228,25 @@ def _adapt(module: nn.Linear, config: AdapterConfig) -> None:
     made.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if config.name == "dora" else None
 
 
-def _quantize(module: nn.Linear, config: AdapterConfig) -> None:
-    """Turn a linear layer into a `LoraLinear` with a quantized matrix."""
-    found = quantize(module.weight, config)
-    module.register_parameter("weight", None)
-    for part in PARTS:
+def _quantize(model: nn.Module, name: str, config: AdapterConfig) -> None:
+    """Turn a linear layer into a `LoraLinear`, or experts into `QuantizedExperts`, with this parameter quantized."""
+    module, own = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    weight = module.get_parameter(own)
+    found = quantize(weight, config)
+    module.register_parameter(own, None)
+    for part in part_names(own):
         value = cast(Tensor | None, found.part(part))
         made = None if value is None else nn.Parameter(value, requires_grad=False)
         module.register_parameter(part, made)
-    _frozen(module).format = type(found)
+    if isinstance(module, nn.Linear):
+        _frozen(module).format = type(found)
+    else:
+        quantized_experts(module).formats[own] = (type(found), weight.shape)
+
+
+def _of_products(module: nn.Module) -> list[str]:
+    """Names of a module's own parameters that are in matrix products only."""
+    return ["weight"] if isinstance(module, nn.Linear) else expert_matrices(module)
 
 
 def _frozen(module: nn.Linear) -> LoraLinear:

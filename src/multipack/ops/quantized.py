@@ -4,24 +4,45 @@
     weight_scales  (out, ·)  scales of blocks       block of a format is cut
     weight_steps   (·,)      what concerns the whole matrix, whole on every tensor-parallel rank
 
-All three are bytes, so that no cast to a half-precision dtype changes them. A format need not have the last two.
+All three are bytes, so that no cast to a half-precision dtype changes them. A format need not have the last two. Parts
+of another parameter than `weight` (ops/experts.py) are named in the same way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from multipack.ops.autocast import in_autocast_dtype
 
-PARTS = ("weight_codes", "weight_scales", "weight_steps")
+_KINDS = ("codes", "scales", "steps")
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """Names of the parameters that replace one of this name."""
+    return tuple(f"{name}_{kind}" for kind in _KINDS)
+
+
+PARTS = part_names("weight")
 """Names of the parameters that replace a matrix's `weight`."""
+
+
+def whole_name(part: str, names: Container[str]) -> str | None:
+    """The name of the parameter that was quantized, given that of one of its parts; None for others.
+
+    Args:
+        part: name of a parameter.
+        names: those of all parameters.
+    """
+    name, _, kind = part.rpartition("_")
+    return name if kind in _KINDS and part_names(name)[0] in names else None
 
 
 @dataclass(frozen=True)
@@ -56,8 +77,8 @@ class Quantized(ABC):
         """(rows, columns) the dequantized matrix, without gradient."""
 
     def part(self, name: str) -> Tensor:
-        """One of `PARTS`."""
-        found: Tensor = getattr(self, name.removeprefix("weight_"))
+        """One of the three parts, by the name of its parameter."""
+        found: Tensor = getattr(self, name.rpartition("_")[2])
         return found
 
     @property
@@ -70,6 +91,14 @@ class Quantized(ABC):
         scales = None if self.scales is None else self.scales[rows]
         first = (self.first[0] + rows.start, self.first[1])
         return replace(self, codes=self.codes[rows], scales=scales, first=first)
+
+
+def held_parts(module: nn.Module, name: str, kind: type[Quantized], columns: int) -> Quantized:
+    """The quantized matrix that a module holds in place of its parameter of this name."""
+    # FSDP2 of torch 2.11 gathers bytes in bfloat16, which holds them exactly; 2.13 leaves them as they are.
+    parts = (getattr(module, part, None) for part in part_names(name))
+    codes, scales, steps = (cast(Tensor, None if each is None else each.to(torch.uint8)) for each in parts)
+    return kind(codes, scales, steps, columns)
 
 
 def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) -> Tensor:

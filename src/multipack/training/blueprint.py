@@ -18,7 +18,7 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initia
 from multipack.models.kernels import MODULE, Kernel, problems, use_liger
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter, quantize
-from multipack.ops.quantized import PARTS, Quantized
+from multipack.ops.quantized import Quantized, part_names, whole_name
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -44,9 +44,7 @@ def open_engine(
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     kernels = kernels_of(config, shape, mesh.world.device)
-    # Code of transformers may compute in the dtype of a weight.
-    held = torch.float32 if shape.architecture else dtype
-    whole = _parameters(shape, config, held)
+    whole = _parameters(shape, config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
     _check_memory(whole, config, mesh.world)
@@ -58,7 +56,7 @@ def open_engine(
             torch.manual_seed(config.train.seed)
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
-        add_adapters(model, config.adapter, held)
+        add_adapters(model, config.adapter, dtype)
         return model
 
     def prepare(model: nn.Module) -> None:
@@ -197,20 +195,20 @@ def _initial(
         return drawn(name, device) if weights is None else weights(name)
 
     @lru_cache(maxsize=1)  # its parts follow each other
-    def quantized(module: str, device: torch.device) -> Quantized:
-        return quantize(read(f"{module}.weight", device).to(device), config.adapter)
+    def quantized(name: str, device: torch.device) -> Quantized:
+        return quantize(read(name, device).to(device), config.adapter)
 
     def value(name: str, device: torch.device) -> Tensor:
-        module, _, own = name.rpartition(".")
-        if own in PARTS:
-            return quantized(module, device).part(own)
+        if (original := whole_name(name, whole)) is not None:
+            return quantized(original, device).part(name)
         if not is_adapter(name):
             return read(name, device)
+        weight = f"{name.rpartition('.')[0]}.weight"
 
         def matrix() -> Tensor:
-            if f"{module}.{PARTS[0]}" in whole:
-                return quantized(module, device).to(torch.float32)
-            return read(f"{module}.weight", device).to(whole[f"{module}.weight"].dtype)
+            if part_names(weight)[0] in whole:
+                return quantized(weight, device).to(torch.float32)
+            return read(weight, device).to(whole[weight].dtype)
 
         return initial_adapter(name, tuple(whole[name].shape), seed, matrix)
 

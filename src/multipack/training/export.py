@@ -257,9 +257,14 @@ def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) ->
     options = "load_in_8bit=True"
     if config.quantize == "nf4":
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={config.double_quantize}'
-    return [
+    notes = [
         f"trained beside {name} weights: for equal outputs load the base with BitsAndBytesConfig({options})"
     ]
+    if not all(name.endswith(".weight") for name in trained.adapter.quantized):
+        notes.append(
+            "BitsAndBytesConfig leaves experts as they are, which training quantized: for equal outputs use --merge"
+        )
+    return notes
 
 
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:

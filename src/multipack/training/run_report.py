@@ -20,7 +20,7 @@ from multipack.data.skipped import skipped_lines
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.ops.lora import FORMATS
-from multipack.ops.quantized import PARTS
+from multipack.ops.quantized import part_names
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
@@ -240,27 +240,26 @@ def _adapter_rows(run: Trainer) -> Rows:
             "adapter",
             f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{whole}:"
             f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)"
-            f"{_quantized_text(adapter, shapes)}",
+            f"{_quantized_text(adapter, shapes, count - trained)}",
         ),
         ("frozen weights", adapter.base + _frozen_text(run.config)),
     ]
 
 
-def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """How many frozen parameters are quantized, and how."""
+def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], frozen: int) -> str:
+    """How many of the frozen parameters are quantized, and how."""
     if adapter.quantize == "none":
         return ""
-    codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(f".{PARTS[0]}"))
+    codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
     double = adapter.quantize == "nf4" and adapter.double_quantize
     scales = "with double quantization" if double else "with scales in fp32"
     count = codes * FORMATS[adapter.quantize].per_byte
-    return f"; {count:,} frozen ones are in {adapter.quantize.upper()} {scales}"
+    return f"; {count:,} frozen ones are in {adapter.quantize.upper()} {scales}, {frozen - count:,} are not quantized"
 
 
 def _frozen_text(config: Config) -> str:
     """The dtype of frozen matrices that are not quantized."""
-    known = config.adapter.quantize == "none" and not config.model.architecture
-    return f", matrices in {config.train.dtype}" if known else ""
+    return f", matrices in {config.train.dtype}" if config.adapter.quantize == "none" else ""
 
 
 def _execution(config: Config) -> str:

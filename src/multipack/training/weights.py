@@ -53,7 +53,7 @@ class TrainedAdapter:
         config: its settings.
         read: name of a trained parameter → its value.
         names: of the trained parameters.
-        quantized: names of the layers beside whose quantized matrices it was trained.
+        quantized: names of the parameters beside whose quantized values it was trained.
     """
 
     config: AdapterConfig
@@ -68,9 +68,9 @@ class TrainedAdapter:
             if name in self.names:
                 return self.read(name)
             module, weight = name.removesuffix(".weight"), frozen(name)
-            if name != module and module in self.quantized:
+            if name in self.quantized:
                 # What the adapters were trained beside: the original weights would give other outputs.
-                weight = quantize(weight, self.config).to(torch.float32)
+                weight = quantize(weight, self.config).to(torch.float32).view(weight.shape)
             if name == module or f"{module}.lora_a" not in self.names:
                 return weight
             a, b = self.read(f"{module}.lora_a"), self.read(f"{module}.lora_b")

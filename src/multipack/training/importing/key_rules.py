@@ -34,6 +34,8 @@ _OPTIMIZERS = {
     "adamw_torch_4bit": ("adamw_4bit_ao", ""),
     "muon": ("muon", "its learning rate is scaled as by optimizer.name=muon"),
 }
+_DIVIDING = ("fsdp", "fsdp_config", "deepspeed", "tensor_parallel_size")
+"""Keys of runs whose ranks may divide tensors."""
 
 
 def optimizer(value: Any, keys: Keys) -> Honored:
@@ -41,6 +43,8 @@ def optimizer(value: Any, keys: Keys) -> Honored:
     if value not in _OPTIMIZERS:
         raise NotHonored(f"optimizer={value}: there are {', '.join(_OPTIMIZERS)}")
     name, note = _OPTIMIZERS[value]
+    if name == "adamw_4bit_ao" and any(keys.get(each) for each in _DIVIDING):
+        name, note = "adamw_8bit", "its states have 8 bits instead of 4, because ranks divide tensors"
     return Honored({"optimizer.name": name}, note)
 
 

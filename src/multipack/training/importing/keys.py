@@ -129,6 +129,9 @@ FUNCTIONS: dict[str, Rule] = {
     ),
     "tokenizer_use_mistral_common": models.mistral_tokenizer,
     "model_type": models.model_class,
+    "quantize_moe_experts": lambda value, keys: (
+        NOTHING if value else Honored(note="adapter.quantize quantizes experts too")
+    ),
     "wandb_mode": lambda value, keys: Honored({"track.mode": str(value)}),
 }
 """Key → function, which may read other keys too."""
@@ -144,7 +147,6 @@ NOTED: dict[str, str] = {
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
     "tiled_mlp": "saves memory only: train.tiles=4 divides the feed-forwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "products are computed in train.dtype: slower, less rounding",
-    "quantize_moe_experts": "more memory: experts are not quantized",
     "quantization": "is of the export, after training",
     "torch_dtype": "weights that are trained are held in fp32, and computed with in train.dtype",
     "reinit_weights": "weights are drawn with standard deviation 1/√d_model",
