@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, fields
+from dataclasses import astuple
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.overlong import POLICIES, FitReport
+from multipack.data.overlong import FitReport
 from multipack.data.record_chunks import RecordChunks
 from multipack.data.records import without_nulls
 from multipack.data.shards import HEADER, StoreHeader, find_shards
@@ -37,6 +37,7 @@ from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig
 from multipack.planning.lengths import check_integer
+from multipack.planning.options import opened, sealed
 
 HEAD = 2048
 """Number of first documents of a stream from which the validation documents are drawn."""
@@ -190,36 +191,20 @@ class Arriving(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
-        return {
-            "fingerprint": self.fingerprint,
-            "begin": self._begin,
-            "number": self._number,
-            "report": list(astuple(self.report)[1:]),
-        }
+        place = {"fingerprint": self.fingerprint, "begin": self._begin, "number": self._number}
+        return sealed({**place, "report": list(astuple(self.report)[1:])})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
         names = ("fingerprint", "begin", "number", "report")
-        if not isinstance(state, dict) or not {*names} <= state.keys():
-            raise ValueError(f"the saved position in {self.name} has no {', '.join(names)}")
-        if state["fingerprint"] != self.fingerprint:
-            raise ValueError(
-                f"the saved position belongs to another stream than {self.name}: its first documents, its tokenizer,"
-                f" the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was different"
-            )
-        number = check_integer(f"the saved number in a chunk of {self.name}", state["number"], 0)
-        begin, report = state["begin"], state["report"]
-        if not isinstance(begin, dict) or begin.keys() != self.start.keys():
-            raise ValueError(f"the saved position in {self.name} is {begin!r}, not one of a chunk")
-        counts = (
-            [*begin.get("skipped", {}).values()] if isinstance(begin.get("skipped", {}), dict) else [None]
-        )
-        policy, *fitted = report if isinstance(report, list) else [None]
-        if policy not in ("error", *POLICIES) or len(fitted) != len(fields(FitReport)) - 2:
-            raise ValueError(f"the saved report of {self.name} is {report!r}, not a policy and its counts")
-        for value in (begin.get("shard", begin.get("records")), *counts, *fitted):
-            check_integer(f"a saved count of {self.name}", value, 0)
-        self._go(begin, number, FitReport(self._limit, policy, *fitted))
+        with opened(state, f"the saved position in {self.name}", *names):
+            if state["fingerprint"] != self.fingerprint:
+                raise ValueError(
+                    f"the saved position belongs to another stream than {self.name}: its first documents, its"
+                    f" tokenizer, the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was"
+                    " different"
+                )
+            self._go(state["begin"], state["number"], FitReport(self._limit, *state["report"]))
 
 
 class GrowingFolder(Arriving):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,9 @@ class Corpus:
     Attributes:
         train: documents to train on, none longer than the limit.
         validation: documents to validate on; empty if `data.validation` is 0.
-        tokenizer: tokenizer of both.
-        corpus_hash: identifies the content of the documents before they are split and fitted.
         description: one line for people.
         train_fit, validation_fit: what was done to documents that were too long.
         skipped: a line for each reason for which the source left out entries, with their number and the first names.
-        prompts: a few short beginnings, from validation if there is any, for samples.
         store_path: folder of the token store; of a mixture, of the first one.
         mixture: share of each source of a mixture.
         sources: name and number of documents of each set of validation documents, or of each source of a mixture, in
@@ -55,19 +52,41 @@ class Corpus:
 
     train: Documents
     validation: Documents
-    tokenizer: Tokenizer
-    corpus_hash: str
     description: str
     train_fit: FitReport
     validation_fit: FitReport
     skipped: list[str]
-    prompts: tuple[str, ...]
     store_path: Path
     mixture: tuple[Share, ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
     validation_files: str = ""
     arriving: Arriving | None = None
     staged: str = ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all documents."""
+        return self.train.store.tokenizer
+
+    @property
+    def corpus_hash(self) -> str:
+        """Identifies the content of the documents before they are split and fitted."""
+        return self.train.store.checksum if self.arriving is None else self.arriving.fingerprint
+
+    @cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """Three beginnings of documents, from validation if there is any: short prompts, or a few tokens."""
+        documents, tokenizer = self.validation if len(self.validation) else self.train, self.tokenizer
+        few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
+        for index in range(min(len(documents), 256)):
+            document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
+            size = documents.prompt_length(index)
+            shown = size if 0 < size <= max(self.train_fit.limit // 4, few) else few
+            text = tokenizer.decode(document.tokens[:shown].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
+            prompts += [text] if text else []
+            if len(prompts) == 3:
+                break
+        return tuple(prompts)
 
     @property
     def chat_template(self) -> str:
@@ -126,7 +145,6 @@ def load_corpus(
         validation_fit=held.validation_fit,
         sources=held.sources,
         validation_files=held.description,
-        prompts=held.prompts,
         skipped=[*corpus.skipped, *(f"for validation {line}" for line in held.skipped)],
     )
 
@@ -144,9 +162,8 @@ def load_sets(
     Raises:
         ValueError: see `load_corpus`.
     """
-    stores = [_prepared(each, tokenizer, progress) for each in sets]
+    stores, staged = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
-    stores, staged = _staged(stores, data, progress, reads)
     views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
     documents: Documents = views[0]
@@ -155,13 +172,10 @@ def load_sets(
     return Corpus(
         train=documents.take([]),
         validation=documents,
-        tokenizer=stores[0].tokenizer,
-        corpus_hash=documents.store.checksum,
         description="; ".join(store.description for store in stores),
         train_fit=FitReport(limit, "error"),
         validation_fit=reduce(add, fits),
         skipped=skipped_lines(documents.store.skipped, documents.store.places),
-        prompts=_prompts(documents, stores[0].tokenizer, limit),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
         staged=staged,
@@ -192,48 +206,31 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
 
 def _store_config(data: DataConfig, path: str) -> DataConfig:
     """A token store, read with the settings of other documents."""
-    names = [
-        "block_size",
-        "train_on_prompt",
-        "overlong",
-        "overlap",
-        "repeat_prompt",
-        "share_prefixes",
-        "min_prefix",
-        "verify",
-        "stage",
-        "cache",
-    ]
-    kept: dict[str, Any] = {name: getattr(data, name) for name in names}
+    names = "block_size train_on_prompt overlong overlap repeat_prompt share_prefixes min_prefix verify stage cache"
+    kept: dict[str, Any] = {name: getattr(data, name) for name in names.split()}
     return DataConfig(source="store", path=path, validation=0.0, **kept)
 
 
-def _prepared(data: DataConfig, tokenizer: TokenizerConfig, progress: Progress) -> TokenStore:
-    """The store of one source, prepared first, if necessary."""
-    if data.source == "store":
-        return _open(data.path, tokenizer)
-    return TokenStore(prepare(data, tokenizer, progress=progress))
-
-
-def _staged(
-    stores: Sequence[TokenStore], data: DataConfig, progress: Progress, reads: bool
+def _open_all(
+    sets: Sequence[DataConfig], tokenizer: TokenizerConfig, progress: Progress, reads: bool
 ) -> tuple[list[TokenStore], str]:
-    """The stores as this process reads them, verified if `data.verify` asks for it; and one line for people."""
-    staged, line = stage(stores, data.stage if reads else "", progress)
+    """The stores of sources, prepared, copied and verified as their settings ask for; and one line about copies."""
+    stores, data = list[TokenStore](), sets[0]
+    for each in sets:
+        is_store = each.source == "store"
+        path = each.path if is_store else prepare(each, tokenizer, progress=progress)
+        stores.append(_open(path, tokenizer) if is_store else TokenStore(path))
+    stores, staged = stage(stores, data.stage if reads else "", progress)
     if data.verify == "full" and reads:
-        verify_once(staged, cache_folder(data.cache), progress)
-    return staged, line
+        verify_once(stores, cache_folder(data.cache), progress)
+    return stores, staged
 
 
 def _load_stored(
     data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
 ) -> Corpus:
     """The documents of stores, which are prepared first, if necessary."""
-    if data.source in ("store", "mixture"):
-        stores = [_open(path, tokenizer) for path in data.paths or [data.path]]
-    else:
-        stores = [_prepared(data, tokenizer, progress)]
-    stores, staged = _staged(stores, data, progress, reads)
+    stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
     trains, validations, train_fits, validation_fits = zip(
         *(_divided(store, data, limit) for store in stores), strict=True
     )
@@ -255,13 +252,10 @@ def _load_stored(
     return Corpus(
         train=train,
         validation=validation,
-        tokenizer=store.tokenizer,
-        corpus_hash=store.checksum,
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, validation_fits),
         skipped=skipped_lines(store.skipped, store.places),
-        prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
         store_path=stores[0].path,
         mixture=shares,
         sources=tuple((share.name, len(held)) for share, held in zip(shares, validations, strict=False)),
@@ -352,19 +346,16 @@ def _load_stream(
     return Corpus(
         train=validation.take([]),
         validation=validation,
-        tokenizer=arriving.tokenizer,
-        corpus_hash=arriving.fingerprint,
         description=f"{arriving.name}, documents as they arrive",
         train_fit=arriving.report,
         validation_fit=arriving.validation_fit,
         skipped=[],
-        prompts=_prompts(validation, arriving.tokenizer, limit),
-        store_path=arriving.validation.store.path,
+        store_path=validation.store.path,
         arriving=arriving,
     )
 
 
-def _open(path: str, tokenizer: TokenizerConfig) -> TokenStore:
+def _open(path: str | Path, tokenizer: TokenizerConfig) -> TokenStore:
     store = TokenStore(Path(path).expanduser())
     _check_tokenizer(store, tokenizer)
     return store
@@ -383,18 +374,3 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
             f"{store.path} was tokenized with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]}), but"
             f" the configuration asks for {wanted}: set tokenizer.kind=auto, or prepare the documents again"
         )
-
-
-def _prompts(documents: Documents, tokenizer: Tokenizer, limit: int, count: int = 3) -> tuple[str, ...]:
-    """Beginnings of the first documents that begin with text: short prompts whole, of others a few tokens."""
-    few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
-    for index in range(min(len(documents), 256)):
-        document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
-        size = documents.prompt_length(index)
-        shown = size if 0 < size <= max(limit // 4, few) else few
-        text = tokenizer.decode(document.tokens[:shown].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
-        if text:
-            prompts.append(text)
-        if len(prompts) == count:
-            break
-    return tuple(prompts)

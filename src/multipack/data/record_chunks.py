@@ -12,7 +12,7 @@ from multipack.data.records import RecordReader
 from multipack.data.shards import StoreHeader
 from multipack.data.skipped import Places, add_places
 from multipack.data.store import TokenStore
-from multipack.data.texts import BrokenRecord, SourceDocument
+from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from multipack.data.writer import ShardBuilder
 
@@ -48,18 +48,14 @@ class RecordChunks:
         notes = dict(self._reader.notes)
         for number, record in enumerate(records, before + 1):
             name, where = f"{Path(self._data.path).name}:{number}", f"{self._data.path}, row {number}"
-            try:
-                entries = self._reader.documents(record, name, where)
-            except BrokenRecord as error:
-                if self._data.broken == "error":
-                    raise ValueError(f"{error}; data.broken=skip leaves such rows out") from error
-                entries = ["broken rows"]
-            for found in entries:
+            for found in self._reader.documents(record, name, where, "rows"):
                 if isinstance(found, SourceDocument):
                     documents.append(found)
-                else:
-                    skipped[found] += 1
-                    add_places(places, found, [name])
+                    continue
+                if found.fault and self._data.broken == "error":
+                    raise ValueError(f"{found.fault}; data.broken=skip leaves such rows out")
+                skipped[found.reason] += 1
+                add_places(places, found.reason, [name])
         if before < self._noted:
             self._reader.notes = notes
         else:

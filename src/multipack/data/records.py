@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, takewhile
 from typing import Any, Literal, cast
 
 from multipack.data.alpaca import alpaca_prompt
 from multipack.data.data_config import DataConfig
-from multipack.data.texts import BrokenRecord, Message, SourceDocument, TextPart
+from multipack.data.texts import BrokenRecord, Found, Message, Skip, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
 ALPACA_FIELDS = ("instruction", "input", "output")
@@ -124,22 +124,28 @@ class RecordReader:
         }
         return [name for name in names if name in wanted]
 
-    def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | list[str]:
-        """The documents of a record (of two answers two), or the reason why it has none; `where` names it.
+    def documents(self, record: dict[str, Any], name: str, where: str, unit: str) -> Sequence[Found]:
+        """The documents of a record (of two answers two), or a `Skip` with the reason why it has none.
+
+        Args:
+            record: the fields.
+            name: of its documents.
+            where: names the record in messages.
+            unit: what it is one of: `lines` or `rows`.
 
         Raises:
-            BrokenRecord: the record has no document, by a fault of its own.
             ValueError: a setting does not suit the first record.
         """
+        is_first = self.form is None
         try:
-            if self.form is None:
+            if is_first:
                 self._begin(record)
-        except ValueError as error:
-            raise type(error)(f"{where}: {error}") from error
-        try:
+            is_first = False
             return self._documents(record, name)
         except ValueError as error:
-            raise BrokenRecord(f"{where}: {error}") from error
+            if is_first and not isinstance(error, BrokenRecord):
+                raise ValueError(f"{where}: {error}") from error
+            return [Skip(f"broken {unit}", name, f"{where}: {error}")]
 
     def _begin(self, record: dict[str, Any]) -> None:
         """Take form and fields from the configuration, or else the first of `FORMS` that the record has."""
@@ -192,7 +198,7 @@ class RecordReader:
             raise ValueError(f"data.drop_system=true is for messages, but this is {form}; leave it out")
         self.form = form
 
-    def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
+    def _documents(self, record: dict[str, Any], name: str) -> Sequence[Found]:
         context: Any
         answers: Any
         if self.template is None:
@@ -201,9 +207,9 @@ class RecordReader:
         else:
             context, answers = self._messages(record)
         if len(answers) == 2 and answers[0] == answers[1]:
-            return ["pairs of equal answers"]
+            return [Skip("pairs of equal answers", name)]
         if not all(map(_has_answer, answers)):
-            return [WITHOUT_ANSWER[self.form or "text"]]
+            return [Skip(WITHOUT_ANSWER[self.form or "text"], name)]
         weights = [_weight(record, self._config.weight_field)]
         if self.label:
             weights = [weights[0] if _label(record, self.label) else -weights[0]]

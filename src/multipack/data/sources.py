@@ -30,19 +30,17 @@ from multipack.data import stdlib
 from multipack.data.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.skipped import MOST_PLACES, Places, add_places, grouped
-from multipack.data.texts import BrokenRecord, SourceDocument, TextPart, divided, find_files, json_records
+from multipack.data.texts import (
+    BrokenRecord,
+    Found,
+    Skip,
+    SourceDocument,
+    TextPart,
+    divided,
+    find_files,
+    json_records,
+)
 from multipack.machine import import_extra
-
-
-class Skip(NamedTuple):
-    """An entry that is left out: the reason, its name, and if it is broken the message that says how."""
-
-    reason: str
-    name: str
-    fault: str = ""
-
-
-Found = SourceDocument | Skip
 
 
 class SourceFile(NamedTuple):
@@ -150,7 +148,7 @@ class Source:
         self.reader.restart()
         if self._ignored:
             self.skipped["files of other kinds"] = self._ignored
-        for found in self._read_files() if self.dataset is None else self._read_rows():
+        for found in self._read_files() if self.dataset is None else self._checked(self._read_rows()):
             if isinstance(found, SourceDocument):
                 yield found
             else:
@@ -182,15 +180,6 @@ class Source:
             message += f"; data.broken=skip leaves {'them' if many else 'it'} out"
         raise ValueError(message)
 
-    def documents(self, record: dict[str, Any], name: str, where: str, unit: str) -> Iterator[Found]:
-        """The documents of a record (a line or a row, its `unit`)."""
-        try:
-            found = self.reader.documents(record, name, where)
-        except BrokenRecord as error:
-            yield Skip(f"broken {unit}", name, str(error))
-            return
-        yield from (each if isinstance(each, SourceDocument) else Skip(each, name) for each in found)
-
     def _read_files(self) -> Iterator[Found]:
         """The documents of each file; it is closed before the next one is opened."""
         read = READERS[self.config.source]
@@ -216,14 +205,11 @@ class Source:
 
     def _read_rows(self) -> Iterator[Found]:
         """Rows of a Hugging Face data set; only the required columns are read."""
-        yield from self._checked(self._rows())
-
-    def _rows(self) -> Iterator[Found]:
         rows = self.dataset.select_columns(self.reader.columns(self.dataset.column_names))
         for number, record in enumerate(rows, 1):
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
-            yield from self.documents(without_nulls(dict(record)), name, where, "rows")
+            yield from self.reader.documents(without_nulls(dict(record)), name, where, "rows")
 
     @property
     def records(self) -> RecordReader:
@@ -307,7 +293,7 @@ def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[
         elif isinstance(record, BrokenRecord):
             yield Skip("broken lines", name, str(record))
         else:
-            yield from source.documents(record, name, where, "lines")
+            yield from source.reader.documents(record, name, where, "lines")
 
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
@@ -323,7 +309,7 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
             for record in batch.to_pylist():
                 number += 1
                 name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
-                yield from source.documents(without_nulls(record), name, where, "rows")
+                yield from source.reader.documents(without_nulls(record), name, where, "rows")
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file.path}, after row {number}: not a complete Parquet file: {error}") from error
 

@@ -60,6 +60,17 @@ class SourceDocument:
     weight: float = 1.0
 
 
+class Skip(NamedTuple):
+    """An entry that is left out: the reason, its name, and if it is broken the message that says how."""
+
+    reason: str
+    name: str
+    fault: str = ""
+
+
+Found = SourceDocument | Skip
+
+
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], int]:
     """A file, the files that match a pattern, or all files of a folder and its subfolders with one of `suffixes`.
 
@@ -159,34 +170,26 @@ def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str,
     """
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
-        for number, record in enumerate(_parse(content.read(), str(path)), 1):
+        if isinstance(entries := _parsed(content.read(), str(path)), BrokenRecord):
+            raise entries
+        for number, record in enumerate(entries, 1):
             where = f"{path}, record {number}"
-            try:
-                yield number, where, _object(record, where)
-            except BrokenRecord as error:
-                yield number, where, error
+            yield number, where, _object(record, where)
         return
     for number, line in enumerate(content, 1):
         where = f"{path}, line {number}"
-        if not line.strip():
-            yield number, where, None
-            continue
-        try:
-            yield number, where, _object(_parse(line, where), where)
-        except BrokenRecord as error:
-            yield number, where, error
+        yield number, where, _object(_parsed(line, where), where) if line.strip() else None
 
 
-def _parse(content: bytes, where: str) -> Any:
+def _parsed(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError) as error:
-        raise BrokenRecord(f"{where}: not JSON: {error}") from error
+        return BrokenRecord(f"{where}: not JSON: {error}")
 
 
-def _object(record: Any, where: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise BrokenRecord(
-            f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
-        )
-    return record
+def _object(record: Any, where: str) -> dict[str, Any] | BrokenRecord:
+    if isinstance(record, dict | BrokenRecord):
+        return record
+    kind = type(record).__name__
+    return BrokenRecord(f"{where}: a JSON {kind}, not an object; jsonl has one object a line")
