@@ -87,24 +87,11 @@ class PackedCollator:
 
     @classmethod
     def of(
-        cls,
-        plan: Planned,
-        pad_to: int | None = None,
-        pad_id: int = 0,
-        multiple: int = 1,
+        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
-        return cls(
-            plan.most_documents,
-            plan.longest,
-            pad_to,
-            pad_id,
-            plan.align,
-            plan.loss_weighting,
-            multiple,
-            plan.weights is not None,
-            plan.min_prefix,
-        )
+        given, weighted = (pad_to, pad_id, plan.align, plan.loss_weighting), plan.weights is not None
+        return cls(plan.most_documents, plan.longest, *given, multiple, weighted, plan.min_prefix)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pack `documents` in the order given.
@@ -199,11 +186,8 @@ def _laid_out(
 ) -> tuple[Integers, Integers]:
     """Tokens of the slots, and their positions in documents.
 
-    Args:
-        documents: those of the pack.
-        pieces: number of a document, its first token, and tokens of each piece.
-        sizes: slots of each piece, and of padding, if there is any.
-        pad_id: token of padding.
+    A piece is the number of a document, its first token and the number of tokens; `sizes` are the slots of each, and of
+    padding, if there is any.
     """
     stops = np.cumsum(sizes)
     tokens = np.full(stops[-1], pad_id, dtype=np.int64)
@@ -226,13 +210,8 @@ def pad_documents(
     The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
     """
     width = max(len(document.tokens) for document in documents)
-    settings: dict[str, Any] = {
-        "pad_id": pad_id,
-        "align": width,
-        "loss_weighting": loss_weighting,
-        "weighted": weighted,
-    }
-    return PackedCollator(len(documents), width, **settings)(documents)
+    collate = PackedCollator(len(documents), width, None, pad_id, width, loss_weighting, weighted=weighted)
+    return collate(documents)
 
 
 # --- items of two documents ---------------------------------------------------------------------------
@@ -302,11 +281,7 @@ class PreferenceCollator:
 
     @classmethod
     def of(
-        cls,
-        plan: Planned,
-        pad_to: int | None = None,
-        pad_id: int = 0,
-        multiple: int = 1,
+        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PreferenceCollator:
         """The collator of a plan over items, or of a sampler.
 
@@ -331,7 +306,6 @@ class PreferenceCollator:
         # A pack without items counts as one whose values are known.
         reference = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         weights = torch.tensor([item.weight for item in items], dtype=torch.float64)
-        own = {"denominator": float(weights.abs().sum()), "item_weights": weights}
-        return PreferenceBatch(
-            **(vars(batch) | own), reference=reference if len(known) == len(items) else None
-        )
+        own: dict[str, Any] = {"denominator": float(weights.abs().sum()), "item_weights": weights}
+        own["reference"] = reference if len(known) == len(items) else None
+        return PreferenceBatch(**(vars(batch) | own))

@@ -263,7 +263,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "validation",
         lambda value: 0 <= value < 1,
-        "at least 0 and less than 1 (`multipack evaluate` takes all documents)",
+        "at least 0, below 1 (`multipack evaluate` takes all documents)",
     ),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
     ("overlap", lambda value: value >= 0, "0 tokens or more"),

@@ -84,9 +84,7 @@ def mix(
     sizes = [np.ones_like(each.lengths) if weigh_by == "documents" else each.lengths for each in sources]
     available = [int(each.sum()) for each in sizes]
     # A weight is the decimal number that was written: 0.1 is a tenth.
-    exact = (
-        [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in available]
-    )
+    exact = [Fraction(str(weight)) for weight in weights or available]
     requested = [weight / sum(exact) for weight in exact]
     bound = max if ends == "all" else min
     total = bound(size / share for size, share in zip(available, requested, strict=True))

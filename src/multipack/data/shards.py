@@ -183,15 +183,9 @@ def write_shard(path: Path, shard: Shard) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    content, read = f"{shard.content:032x}", shard.read
-    about = {
-        "version": VERSION,
-        "content": content,
-        "read": read,
-        "skipped": shard.skipped,
-        "notes": shard.notes,
-        "places": shard.places,
-    }
+    names = ("read", "skipped", "notes", "places")
+    about = {"version": VERSION, "content": f"{shard.content:032x}"}
+    about |= {name: getattr(shard, name) for name in names}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     data = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
     write_atomically(path, data)
@@ -237,9 +231,8 @@ def _counts(value: Any) -> dict[str, int] | None:
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
-    if place["dtype"] not in {"tokens": ("U16", "U32"), "names": ("U8",), "weights": ("F64",)}.get(
-        name, ("I64",)
-    ):
+    types = {"tokens": ("U16", "U32"), "names": ("U8",), "weights": ("F64",)}
+    if place["dtype"] not in types.get(name, ("I64",)):
         raise ValueError(f"{name} of type {place['dtype']}")
     start, stop = place["data_offsets"]
     values = data[start:stop].view(_DTYPES[place["dtype"]])

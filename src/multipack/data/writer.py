@@ -114,10 +114,7 @@ class ShardBuilder:
                 self.add(document.name, each, document.weight)
 
     def build(
-        self,
-        skipped: dict[str, int] | None = None,
-        notes: Notes | None = None,
-        places: Places | None = None,
+        self, skipped: dict[str, int] | None = None, notes: Notes | None = None, places: Places | None = None
     ) -> Shard:
         """The documents as a shard; see `Shard` for `skipped`, `notes` and `places`.
 
@@ -129,6 +126,7 @@ class ShardBuilder:
             raise ValueError(
                 f"token {tokens.max():,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
             )
+        weights = np.array(self._weights, dtype=np.float64)
         shard = Shard(
             offsets=np.array(self._offsets, dtype=np.int64),
             span_offsets=np.array(self._span_offsets, dtype=np.int64),
@@ -136,9 +134,7 @@ class ShardBuilder:
             spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
             tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
-            weights=np.array(
-                self._weights if any(each != 1.0 for each in self._weights) else [], dtype=np.float64
-            ),
+            weights=weights if (weights != 1.0).any() else weights[:0],
             read=self.read,
             skipped=skipped,
             notes=notes or {},

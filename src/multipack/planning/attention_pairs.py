@@ -40,11 +40,7 @@ class AttentionPairs(NamedTuple):
         """
         shared = np.broadcast_to(shared, lengths.shape)
         pairs = lengths * (lengths + 1) - shared * (shared + 1)
-        windowed = (
-            windowed_pairs(lengths, window) - windowed_pairs(shared, window)
-            if window
-            else np.zeros_like(pairs)
-        )
+        windowed = windowed_pairs(lengths, window) - windowed_pairs(shared, window)
         return cls(pairs, windowed, np.ones_like(pairs))
 
     def take(self, items: NDArray[np.integer[Any]]) -> AttentionPairs:

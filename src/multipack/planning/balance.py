@@ -22,13 +22,7 @@ from multipack.planning.deal import Arrangement, costliest_first, least_maximum
 from multipack.planning.groups import check_groups, repeated_tokens
 from multipack.planning.histogram import count, simple_bound
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import (
-    Packs,
-    check_integer,
-    check_integers,
-    name_documents,
-    packs_from,
-)
+from multipack.planning.lengths import Packs, check_integer, check_integers, name_documents, packs_from
 from multipack.planning.options import check_choice
 from multipack.planning.packing import pack
 from multipack.shapes import ModelShape
@@ -147,9 +141,8 @@ def balance(
                 " a model or a function of lengths"
             )
         again = repeated_tokens(shared, check_groups(groups, len(tokens)), tokens)
-        both = _check_cost(
-            cost, np.concatenate([tokens, again]), ranks
-        )  # one scale of costs that are no integers
+        # Together, since costs that are no integers are rounded to a fraction of the largest.
+        both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
         costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
         tokens = tokens - again
     if tokens.max() > limit:
@@ -367,13 +360,10 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
     if cost is None:
         return tokens
     if isinstance(cost, CostModel | ModelShape):
-        model, costs = (
-            cost if isinstance(cost, CostModel) else CostModel.from_shape(cost),
-            np.zeros_like(tokens),
-        )
-        if tokens.any():
-            costs[tokens > 0] = model.cost(tokens[tokens > 0])
-        cost = costs
+        model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
+        held, cost = np.flatnonzero(tokens), np.zeros_like(tokens)
+        if len(held):
+            cost[held] = model.cost(tokens[held])
     given = np.asarray(cost(tokens) if callable(cost) else cost)
     if given.shape != tokens.shape or given.dtype.kind not in "iuf":
         raise ValueError(

@@ -134,13 +134,7 @@ def micro_batches_of(packs_per_step: int, ranks: int) -> int:
 
 
 def deal_packs(
-    packs: Packs,
-    slots: Integers,
-    costs: Integers,
-    options: PlanOptions,
-    ranks: int,
-    sync: Sync,
-    turn: int,
+    packs: Packs, slots: Integers, costs: Integers, options: PlanOptions, ranks: int, sync: Sync, turn: int
 ) -> Packs:
     """A step's packs arranged for ranks: the best of several arrangements, each balanced; see `Plan.deal`.
 
@@ -157,8 +151,7 @@ def deal_packs(
     check_choice("sync", sync, Sync)
     own = np.repeat(np.arange(len(packs)), packs.sizes())
     order = costliest_first(slots, costs)
-    documents, placed = packs.order[order], own[order]
-    lengths, costs = slots[order], costs[order]
+    placed, lengths, costs = own[order], slots[order], costs[order]
     limit, joint, capacity = options.max_documents, options.balance == "joint", options.capacity
     step = Arrangement(
         lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint, effort=options.effort
@@ -168,7 +161,7 @@ def deal_packs(
         goal = least_step_cost(lengths, costs, step.ranks, micro_batches, capacity, sync)
         placed = step.rotate(step.arrange(goal, placed), turn)
     dealt = packs_from(placed, step.packs)
-    return Packs(documents[dealt.order], dealt.offsets)
+    return Packs(packs.order[order[dealt.order]], dealt.offsets)
 
 
 def costliest_first(lengths: Integers, costs: Integers) -> Integers:
@@ -334,17 +327,8 @@ class Arrangement:
             excess = 0 if joint else max(goal + goal // self.close - mean, 0)
             stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
             for size, most in (*stages, (half, excess)):
-                balancing.balance(
-                    packs,
-                    lengths,
-                    np.stack(loads),
-                    self.capacity,
-                    self.limit,
-                    self.ranks,
-                    slots,
-                    half=size,
-                    attempts=_ATTEMPTS * self.effort * self.ranks * slots,
-                    failures=_FAILURES * slots**2 * self.effort,
-                    excess=most,
-                )
+                attempts = _ATTEMPTS * self.effort * self.ranks * slots
+                search = (size, attempts, _FAILURES * slots**2 * self.effort, most)
+                limits = (self.capacity, self.limit, self.ranks, slots)
+                balancing.balance(packs, lengths, np.stack(loads), *limits, *search)
             placed[inside] = packs + point * self.ranks

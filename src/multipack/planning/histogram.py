@@ -34,9 +34,8 @@ class Histogram(NamedTuple):
 
 def count(lengths: NDArray[np.int64]) -> Histogram:
     """The histogram of checked lengths."""
-    if int(lengths.max()) > 16 * len(lengths) + (
-        1 << 16
-    ):  # a table of all lengths would be larger than the documents
+    # A table of all lengths may be larger than the documents.
+    if int(lengths.max()) > 16 * len(lengths) + (1 << 16):
         values, counts = np.unique(lengths, return_counts=True)
     else:
         dense = np.bincount(lengths)

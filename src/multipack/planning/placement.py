@@ -253,12 +253,7 @@ class Placing:
 
 
 def choose(
-    lengths: ArrayLike,
-    cost: CostModel,
-    ranks: int,
-    slots: int,
-    prices: Prices,
-    padded: bool = True,
+    lengths: ArrayLike, cost: CostModel, ranks: int, slots: int, prices: Prices, padded: bool = True
 ) -> Placement | None:
     """`place`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
     found = place(lengths, cost, ranks, slots, prices, padded)
@@ -316,22 +311,9 @@ def _placed(lengths: Integers, rates: Integers, parts: Integers, ranks: int, slo
     visit = np.lexsort((-widths, -loads))
     rank = spread(widths, loads, visit, ranks, slots, len(widths) + 1)
     if ranks > 1 and len(widths):
-        both = np.stack([loads, np.zeros_like(loads)])
-        attempts, most = _ATTEMPTS * ranks, len(widths) + 1
-        excess = int(loads.sum()) // ranks // 1000
-        balancing.balance(
-            rank,
-            widths,
-            both,
-            slots,
-            most,
-            ranks,
-            1,
-            half=_HALF,
-            attempts=attempts,
-            failures=_FAILURES,
-            excess=excess,
-        )
+        both, most = np.stack([loads, np.zeros_like(loads)]), len(widths) + 1
+        search = (_HALF, _ATTEMPTS * ranks, _FAILURES, int(loads.sum()) // ranks // 1000)
+        balancing.balance(rank, widths, both, slots, most, ranks, 1, *search)
     left, inside = rank < 0, rank >= 0
     room = slots - sums(rank, widths, ranks)
     poured, into, amounts = _poured(document[left], widths[left], room)

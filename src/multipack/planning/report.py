@@ -291,12 +291,8 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
     `max_documents` limits packs): up to half a step is no displacement.
     """
-    limit, places, sizes, steps = (
-        plan.options.max_documents,
-        plan.positions,
-        plan.slots[plan.order],
-        _steps(plan),
-    )
+    limit, steps = plan.options.max_documents, _steps(plan)
+    places, sizes = plan.positions, plan.slots[plan.order]
     if plan.items is not None:
         entries = plan.items.entries(plan.order)
         places, sizes = plan.items.places[entries], plan.lengths[plan.items.members.order[entries]]
