@@ -48,7 +48,7 @@ def test_cut_gives_blocks(small):
     assert tokens_of(pickle.loads(pickle.dumps(pieces))) == tokens_of(pieces)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_any_view_counts_its_targets_right(memory_store, data):
     part = st.tuples(st.integers(0, 6), st.booleans())

@@ -63,7 +63,7 @@ def test_impossible_mixtures_are_refused(joint_of):
         mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4], "tokens", "all")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_any_mixture_is_exact(joint_of, data):
     lengths = st.lists(st.integers(1, 12), min_size=1, max_size=9)

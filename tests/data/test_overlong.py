@@ -95,7 +95,7 @@ def pieces_of(document, limit, overlap, prompt):
     return made
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_any_split_trains_every_target_once(memory_store, data):
     part = st.tuples(st.integers(0, 7), st.booleans())

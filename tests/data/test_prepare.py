@@ -408,7 +408,7 @@ def expected_tokens(document, end):
     return tokens, targets
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(some, max_size=6), st.booleans())
 def test_shards_hold_the_tokens_of_documents(given_documents, pairs):
     tokenizer = byte_tokenizer()
@@ -430,7 +430,7 @@ def test_shards_hold_the_tokens_of_documents(given_documents, pairs):
         assert on.tolist() == targets
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(some, max_size=8), st.booleans())
 def test_the_first_of_duplicates_remains(documents, pairs):
     items = documents * 2 if len(documents) % 2 == 0 or not pairs else [*documents, documents[0]] * 2

@@ -65,7 +65,7 @@ def test_resume_is_exact_at_every_position(tail, world):
     rank = world - 1
     whole = epochs(sampler(rank, world, tail=tail), range(3))
     assert whole != epochs(sampler(rank, world, tail=tail), [0, 0, 0])
-    for stop in (0, 1, 2, 5, len(whole) // 3, len(whole) // 3 + 1, len(whole) - 1, len(whole)):
+    for stop in (0, 1, 5, len(whole) // 3, len(whole) - 1, len(whole)):
         made, got = sampler(rank, world, tail=tail), []
         state = made.state_dict()
         while len(got) < stop:
@@ -272,9 +272,9 @@ def test_every_epoch_is_as_close_to_its_order_as_a_plan(name):
     """A fixed number of steps must not be bought with a wider window than was asked for."""
     random = np.random.default_rng(3)
     lengths = {
-        "uniform": random.integers(1, 8193, 1500),
-        "lognormal": random.lognormal(5.7, 1.0, 4000).clip(1, 8192).astype(int),
-        "small packs": np.minimum(random.integers(24, 6000, 1500), 2048) * 4,
+        "uniform": random.integers(1, 8193, 1000),
+        "lognormal": random.lognormal(5.7, 1.0, 3000).clip(1, 8192).astype(int),
+        "small packs": np.minimum(random.integers(24, 6000, 1000), 2048) * 4,
     }[name]
     options = {"capacity": 8192, "packs_per_step": 4, "window": 4}
     sampler = PackedBatchSampler(lengths, **options)

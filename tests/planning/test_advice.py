@@ -111,9 +111,7 @@ def test_settings_in_advice_are_words_that_the_command_line_takes(heavy):
 
 def test_grouped_steps_are_reported():
     rng = np.random.default_rng(0)
-    lengths = np.where(
-        rng.random(10_000) < 0.3, rng.integers(4000, 8192, 10_000), rng.integers(20, 200, 10_000)
-    )
+    lengths = np.where(rng.random(4000) < 0.3, rng.integers(4000, 8192, 4000), rng.integers(20, 200, 4000))
     options = {"capacity": 8192, "packs_per_step": 8, "window": 16}
     made, random = plan(lengths, **options), plan(lengths, **options, group=False)
     grouped = [sentence for sentence in advice(made, 8) if "plan.group=false" in sentence]

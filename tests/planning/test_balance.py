@@ -31,7 +31,7 @@ def check(divided, lengths, costs, ranks, budget):
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 60), st.sampled_from(["tokens", "model", "drawn"]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_division_keeps_the_promises(lengths, ranks, budget, kind):
     model = CostModel(None, linear=20)
     costs = {
@@ -57,7 +57,7 @@ def test_every_division_keeps_the_promises(lengths, ranks, budget, kind):
     st.integers(1, 4),
     st.integers(9, 60),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_groups_stay_together(documents, ranks, budget):
     lengths, groups = map(list, zip(*documents, strict=True))
     try:
@@ -72,7 +72,7 @@ def test_groups_stay_together(documents, ranks, budget):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=40), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_groups_stay_in_one_micro_batch_if_asked(documents, ranks):
     lengths, groups = map(list, zip(*documents, strict=True))
     inside = np.bincount(groups, weights=lengths)
@@ -171,7 +171,7 @@ def test_costs_of_every_kind_and_no_budget():
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=4, max_size=24), st.integers(1, 4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_partitions(weights, parts, equal_size):
     weights = weights[: len(weights) // parts * parts]
     made = partition(weights, parts, equal_size=equal_size)

@@ -155,7 +155,7 @@ models = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(model=models, lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=30))
 def test_costs_are_positive_integers_that_never_fall(model, lengths):
     rising = np.sort(lengths)
@@ -243,7 +243,7 @@ def test_a_fit_recovers_exact_coefficients():
     assert model.cost([10]).tolist() == [25_000 * 10 + 110 + 200_000]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(seed=st.integers(0, 1000))
 def test_a_fit_of_noisy_times_is_near(seed):
     model = CostModel.fit(_timings(**MILD, noise=0.01, seed=seed))

@@ -56,7 +56,7 @@ def plans(draw):
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(plans(), st.sampled_from(SYNCS))
 def test_any_number_of_ranks_has_the_same_documents_within_the_limits(made, sync):
     costs = made.balanced.cost(made.slots)
@@ -86,7 +86,7 @@ def test_any_number_of_ranks_has_the_same_documents_within_the_limits(made, sync
             assert least_step_cost(lengths, inside, world, micro_batches, made.capacity, sync) <= reached
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.sampled_from([(2, 1), (3, 1), (2, 2)]))
 def test_close_to_the_best_of_all(lengths, shape):
     """Brute force over every assignment: the bound is below the optimum, the deal not far above it."""
@@ -175,10 +175,10 @@ def test_ranks_that_do_not_divide_the_packs_wait_little():
 
 
 @pytest.mark.parametrize("balance", ["cost", "joint"])
-@pytest.mark.parametrize(("window", "ranks"), [(1, 8), (4, 8), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("window", "ranks"), [(1, 8), (4, 2)])
 def test_ranks_get_similar_documents_over_an_epoch(window, ranks, balance):
     """Packs rotate: otherwise rank 0 has the longest document of most steps, and a third of the others' documents."""
-    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 12_000).clip(1, 2048).astype(int)
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 8_000).clip(1, 2048).astype(int)
     made = plan(lengths, capacity=2048, packs_per_step=ranks, window=window, balance=balance)
     documents, squares, longest = np.zeros((3, ranks))
     for step in range(made.num_steps):
@@ -204,9 +204,7 @@ def spread_over_ranks(lengths, capacity, ranks, micro_batches, sync):
 
 
 @pytest.mark.parametrize("sync", ["micro", "step"])
-@pytest.mark.parametrize(
-    ("ranks", "micro_batches", "steps"), [(2, 4, 40), (8, 4, 40), (16, 4, 40), (8, 1, 150)]
-)
+@pytest.mark.parametrize(("ranks", "micro_batches", "steps"), [(2, 4, 40), (16, 4, 40), (8, 1, 150)])
 def test_ranks_get_similar_documents_in_a_short_epoch(ranks, micro_batches, steps, sync):
     """The bound of `Plan.deal`."""
     packs = ranks * micro_batches

@@ -73,7 +73,7 @@ def problems(most_documents):
     return draw_one()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(problems(9))
 def test_between_bound_and_best_fit(problem):
     lengths, capacity, limit = problem
@@ -82,7 +82,7 @@ def test_between_bound_and_best_fit(problem):
     assert made.gap == 0  # small problems are always solved
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(problems(120))
 def test_every_document_once(problem):
     lengths, capacity, limit = problem
@@ -91,7 +91,7 @@ def test_every_document_once(problem):
     check(histogram, capacity, limit, *fewest(histogram, capacity, limit, 5.0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_the_knapsack_is_exact(data):
     capacity = data.draw(st.integers(1, 40))

@@ -15,7 +15,7 @@ from multipack.planning import kernels
 from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing, compiled, placing
 
-CASES = settings(deadline=None, max_examples=60)
+CASES = settings(deadline=None, max_examples=30)
 FOLDER = Path(kernels.__file__).parent
 
 

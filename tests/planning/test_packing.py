@@ -47,7 +47,7 @@ def check(packs, lengths, capacity, limit=None):
     assert packs.gap == len(packs) - packs.lower_bound
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_packs_like_the_textbook(data):
     capacity = data.draw(st.one_of(st.integers(1, 60), st.integers(1, 5000)), "capacity")
@@ -66,7 +66,7 @@ def test_packs_like_the_textbook(data):
             assert packs.order.tolist() == list(range(len(lengths)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_many_equal_lengths(data):
     """Groups of equal packs that are split: the same packs as one document at a time."""
@@ -114,7 +114,7 @@ def plain_l2(lengths, capacity):
     return best
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_bounds_are_martello_and_toths(data):
     capacity = data.draw(st.integers(1, 30))

@@ -40,7 +40,7 @@ def exchanged(placement):
     return sent, received
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 120), max_size=14),
     ranks=st.integers(1, 9),

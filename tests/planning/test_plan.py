@@ -19,7 +19,7 @@ from multipack.shapes import SHAPES
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
 
-CASES = settings(deadline=None, max_examples=50)
+CASES = settings(deadline=None, max_examples=25)
 
 
 COSTS = [
@@ -135,7 +135,7 @@ def test_steps_are_exact_and_enough(problem, more, epoch):
     assert made.num_documents == len(lengths)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(problems(), st.integers(1, 6))
 def test_carry_is_one_queue(problem, steps):
     lengths, options = problem
@@ -403,7 +403,7 @@ def test_real_lengths_need_the_fewest_steps(name):
         assert made.num_steps == -(-pack(lengths, capacity).lower_bound // 8)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_denominators_count_targets_or_documents_that_have_one(data):
     lengths = np.array(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=50)))

@@ -27,7 +27,7 @@ COSTS = [
 OPENCHAT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths" / "openchat_v1.npy"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_ceiling_holds_and_shares_are_shares(data):
     capacity = data.draw(st.integers(2, 200))
@@ -212,7 +212,7 @@ MODELS = {
 }
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=48)
 @given(st.data())
 def test_no_arrangement_is_below_the_bound(data):
     """Every arrangement of a few documents, by brute force."""

@@ -55,7 +55,7 @@ def problems(draw):
     return lengths, options
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(problems())
 def test_every_document_once_or_named(problem):
     lengths, options = problem
