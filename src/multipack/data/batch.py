@@ -186,11 +186,7 @@ def rounded(tokens: int) -> int:
 
 
 def check_tokens(input_ids: Tensor, vocabulary_size: int) -> None:
-    """Check that tokens are inside the vocabulary; on a GPU the error would come later, without the token.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """`ValueError` if a token is outside the vocabulary; on a GPU the error would come later, without the token."""
     if not input_ids.numel():
         return
     low, high = (int(x) for x in torch.aminmax(input_ids))

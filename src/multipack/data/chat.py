@@ -56,22 +56,15 @@ _Answers = list[tuple[int, int, bool]]  # begin and end of answers in the output
 class ChatTemplate:
     """A Jinja chat template and the special tokens that it writes.
 
-    Attributes:
-        source: the template.
-        special_tokens: names of its special tokens; `bos_token` and `eos_token` are added.
-        bos_token: value of the variable `bos_token` in the template; empty = none.
-        eos_token: value of the variable `eos_token` in the template; empty = none.
-        name: name of the template in error messages.
-
     Raises:
         ValueError: the template is not valid Jinja, or contains reserved characters.
     """
 
     source: str
-    special_tokens: Sequence[str]
-    bos_token: str = ""
-    eos_token: str = ""
-    name: str = "the chat template"
+    special_tokens: Sequence[str]  # names of its special tokens; `bos_token` and `eos_token` are added
+    bos_token: str = ""  # value of the variable `bos_token` in the template; empty = none
+    eos_token: str = ""  # value of the variable `eos_token` in the template; empty = none
+    name: str = "the chat template"  # in error messages
 
     def __post_init__(self) -> None:
         names = (*self.special_tokens, self.bos_token, self.eos_token)

@@ -296,11 +296,7 @@ class PreferenceCollator:
         )
 
     def __call__(self, items: Sequence[PreferencePair]) -> PreferenceBatch:
-        """Pack `items` in the order given.
-
-        Raises:
-            ValueError: more than the plan allows in a pack.
-        """
+        """Pack `items` in the order given; `ValueError` if they are more than the plan allows in a pack."""
         known = [item.reference for item in items if item.reference is not None]
         batch = self.packed([document for item in items for document in (item.first, item.second)])
         # A pack without items counts as one whose values are known.

@@ -33,35 +33,26 @@ from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a run.
+    """The documents of a run."""
 
-    Attributes:
-        train: documents to train on, none longer than the limit.
-        validation: documents to validate on; empty if `data.validation` is 0.
-        description: one line for people.
-        train_fit, validation_fit: what was done to documents that were too long.
-        skipped: a line for each reason for which the source left out entries, with their number and the first names.
-        store_path: folder of the token store; of a mixture, of the first one.
-        mixture: share of each source of a mixture.
-        sources: name and number of documents of each set of validation documents, or of each source of a mixture, in
-            the order of `validation`; empty if there is one.
-        validation_files: one line about validation documents that are no share of the others; empty = they are.
-        arriving: the documents to train on if they arrive during the run; `train` is empty then.
-        staged: one line about copies made before training; empty = none.
-    """
-
-    train: Documents
-    validation: Documents
-    description: str
+    train: Documents  # documents to train on, none longer than the limit
+    validation: Documents  # documents to validate on; empty if `data.validation` is 0
+    description: str  # one line for people
+    # what was done to documents that were too long
     train_fit: FitReport
     validation_fit: FitReport
+    # a line for each reason for which the source left out entries, with their number and the first names
     skipped: list[str]
-    store_path: Path
-    mixture: tuple[Share, ...] = ()
+    store_path: Path  # folder of the token store; of a mixture, of the first one
+    mixture: tuple[Share, ...] = ()  # share of each source of a mixture
+    # name and number of documents of each set of validation documents, or of each source of a mixture, in the order of
+    # `validation`; empty if there is one
     sources: tuple[tuple[str, int], ...] = ()
+    # one line about validation documents that are no share of the others; empty = they are
     validation_files: str = ""
+    # the documents to train on if they arrive during the run; `train` is empty then
     arriving: Arriving | None = None
-    staged: str = ""
+    staged: str = ""  # one line about copies made before training; empty = none
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,11 +148,7 @@ def load_sets(
     progress: Progress = silent,
     reads: bool = True,
 ) -> Corpus:
-    """A corpus without training documents: all documents of each set are for validation; see `load_corpus`.
-
-    Raises:
-        ValueError: see `load_corpus`.
-    """
+    """A corpus without training documents: all documents of each set are for validation; see `load_corpus`."""
     stores, staged = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
     views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)

@@ -122,11 +122,7 @@ class Documents:
         return Document(tokens, spans[spans[:, 0] < spans[:, 1]], weight)
 
     def pair(self, index: int) -> tuple[Document, Document]:
-        """The chosen and the rejected answer of preference pair `index`, each after the prompt.
-
-        Raises:
-            ValueError: the store holds no pairs, or an answer has no target.
-        """
+        """Both answers of preference pair `index`, each after the prompt; `ValueError` if one has no target."""
         if not self.store.has_pairs:
             raise ValueError(f"{self.names(index)} is no preference pair: prepare data.format=preference")
         answers, first = list[Document](), self._piece(index)[0]

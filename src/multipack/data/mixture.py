@@ -31,25 +31,15 @@ _REPEATS = 1 << 21  # + number of a source: in place of an epoch, for an order t
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one source in an epoch of a mixture.
+    """The part of one source in an epoch of a mixture."""
 
-    Attributes:
-        name: name of the source.
-        available: its training documents (pieces, where long ones were split).
-        documents: documents in the epoch; repetitions count.
-        tokens: their tokens.
-        requested: share of the mixture that the weights request, of documents or tokens.
-        actual: share that it has.
-        left_out: documents that are not in the epoch.
-    """
-
-    name: str
-    available: int
-    documents: int
-    tokens: int
-    requested: float
-    actual: float
-    left_out: int
+    name: str  # of the source
+    available: int  # its training documents (pieces, where long ones were split)
+    documents: int  # documents in the epoch; repetitions count
+    tokens: int  # their tokens
+    requested: float  # share of the mixture that the weights request, of documents or tokens
+    actual: float  # share that it has
+    left_out: int  # documents that are not in the epoch
 
     def describe(self) -> str:
         """One line for the console."""

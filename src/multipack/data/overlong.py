@@ -94,25 +94,15 @@ lengths, and what it does to longer documents, with `{pieces}` and `{tokens}` of
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a policy did.
+    """What a policy did."""
 
-    Attributes:
-        limit: most tokens of a document.
-        policy: policy for longer documents.
-        documents: number of longer documents.
-        pieces: number of documents and pieces that remain of them.
-        tokens: tokens that were cut off or dropped; of `split`, tokens that pieces repeat.
-        without_targets: remaining documents and pieces without a target.
-        cut_answers: truncated documents that lost targets.
-    """
-
-    limit: int
-    policy: str
-    documents: int = 0
-    pieces: int = 0
-    tokens: int = 0
-    without_targets: int = 0
-    cut_answers: int = 0
+    limit: int  # most tokens of a document
+    policy: str  # policy for longer documents
+    documents: int = 0  # number of longer documents
+    pieces: int = 0  # number of documents and pieces that remain of them
+    tokens: int = 0  # tokens that were cut off or dropped; of `split`, tokens that pieces repeat
+    without_targets: int = 0  # remaining documents and pieces without a target
+    cut_answers: int = 0  # truncated documents that lost targets
 
     def __add__(self, other: FitReport) -> FitReport:
         """Counts of both; one without longer documents may have another policy."""

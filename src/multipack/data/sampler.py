@@ -47,15 +47,12 @@ def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
 
     Each of two ranks would train on half of its documents. Such a caller is a sampler of several processes
     (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's `DistributedSamplerWrapper`), or accelerate's
-    `DataLoaderDispatcher`, which reads on one rank for all. The stack is searched, so that neither is imported.
+    `DataLoaderDispatcher`, which reads on one rank for all.
 
     Raises:
         ValueError: the message names the wrapper and the remedy.
     """
-    frame = sys._getframe(1) if ranks > 1 else None
-    while frame is not None:
-        reader = frame.f_locals.get("self")
-        kinds = [kind.__name__ for kind in type(reader).__mro__]
+    for reader, kinds, _ in _callers() if ranks > 1 else ():
         if reader is not sampler and (isinstance(reader, Sampler) or "DataLoaderDispatcher" in kinds):
             owners = (reader, getattr(reader, "state", None))
             counts = [getattr(each, name, 1) for each in owners for name in ("num_processes", "num_replicas")]
@@ -65,7 +62,6 @@ def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
                     " among the ranks again: do not pass its DataLoader to accelerator.prepare (with Trainer: return it"
                     " from get_train_dataloader), and set use_distributed_sampler=False in Lightning"
                 )
-        frame = frame.f_back
 
 
 def refuse_restart(sampler: Any, epoch: int) -> None:
@@ -76,14 +72,20 @@ def refuse_restart(sampler: Any, epoch: int) -> None:
     Raises:
         ValueError: the message names the remedy.
     """
-    frame = sys._getframe(1) if epoch < sampler.epoch else None
-    while frame is not None:
-        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
-        if "DataLoaderShard" in kinds and frame.f_code.co_name == "__iter__":
+    for _, kinds, method in _callers() if epoch < sampler.epoch else ():
+        if "DataLoaderShard" in kinds and method == "__iter__":
             raise ValueError(
                 f"accelerate's {kinds[0]} begins epoch {epoch}, but its sampler is at epoch {sampler.epoch}: call"
                 f" set_epoch({sampler.epoch}) of the loader, too, or do not pass it to accelerator.prepare"
             )
+
+
+def _callers() -> Iterator[tuple[Any, list[str], str]]:
+    """The methods that are running: object, names of its classes, and method. So no host has to be imported."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        yield owner, [kind.__name__ for kind in type(owner).__mro__], frame.f_code.co_name
         frame = frame.f_back
 
 

@@ -135,11 +135,7 @@ class Shard:
         return chain(digests)
 
     def check(self) -> None:
-        """Check that the offsets match the arrays.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """`ValueError` if the offsets do not match the arrays."""
         if len(self.weights) not in (0, len(self)) or not np.isfinite(self.weights).all():
             raise ValueError("weights do not match the documents, or are not finite")
         for name, ends, values, min_length in (
@@ -178,11 +174,7 @@ def damaged(place: object, reason: str) -> ValueError:
 
 
 def write_shard(path: Path, shard: Shard) -> None:
-    """Write a shard atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a shard atomically."""
     names = ("read", "skipped", "notes", "places")
     about = {"version": VERSION, "content": f"{shard.content:032x}"}
     about |= {name: getattr(shard, name) for name in names}
@@ -241,33 +233,23 @@ def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """Content of `header.json`: what determines the documents of a store.
+    """Content of `header.json`: what determines the documents of a store."""
 
-    Attributes:
-        vocabulary_size: every token id is less than this.
-        tokenizer: the tokenizer's name.
-        tokenizer_hash: the tokenizer's hash.
-        chat_template: template of the documents' chats, as JSON; empty without chats.
-        key: hash of source, settings and tokenizer; a store with an equal key is reused.
-        split_by: how validation data is split off: `document`, or `position` for one stream of text, of which each
-            shard is a contiguous range.
-        overlong: policy for documents longer than a pack if `data.overlong` is auto.
-        pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
-        labels: whether they are, instead, a labeled answer (see `Shard.weights`) and another record's to its prompt.
-        parts: number of parts that are prepared separately.
-        description: one line about the source; `{documents}` in it is replaced by the number of documents.
-    """
-
-    vocabulary_size: int
+    vocabulary_size: int  # every token id is less than this
     tokenizer: str
     tokenizer_hash: str
-    chat_template: str = ""
-    key: str = ""
+    chat_template: str = ""  # template of the documents' chats, as JSON; empty without chats
+    key: str = ""  # hash of source, settings and tokenizer; a store with an equal key is reused
+    # how validation data is split off: `document`, or `position` for one stream of text, of which each shard is a
+    # contiguous range
     split_by: str = "document"
-    overlong: str = "error"
+    overlong: str = "error"  # policy for documents longer than a pack if `data.overlong` is auto
+    # whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i
     pairs: bool = False
+    # whether they are, instead, a labeled answer (see `Shard.weights`) and another record's to its prompt
     labels: bool = False
-    parts: int = 1
+    parts: int = 1  # number of parts that are prepared separately
+    # one line about the source; `{documents}` in it is replaced by the number of documents
     description: str = ""
 
     def _check(self) -> None:
@@ -297,11 +279,7 @@ class StoreHeader:
 
     @classmethod
     def read(cls, folder: Path) -> StoreHeader:
-        """Read and check the header of the store in a folder, complete or not.
-
-        Raises:
-            ValueError: the file is missing, of another version, or damaged.
-        """
+        """The header of a store, complete or not; `ValueError` if it is missing, of another version, or damaged."""
         file = folder / HEADER
         if not file.is_file():
             raise ValueError(

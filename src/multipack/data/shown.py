@@ -14,19 +14,12 @@ MOST_TOKENS = 2000
 
 
 class Shown(NamedTuple):
-    """A document, or an answer of a pair, as text.
+    """A document, or an answer of a pair, as text."""
 
-    Attributes:
-        name: its name, and which answer of a pair it is.
-        tokens: number of its tokens.
-        targets: number of its targets.
-        parts: its text, up to `MOST_TOKENS` tokens of it.
-    """
-
-    name: str
-    tokens: int
-    targets: int
-    parts: tuple[TextPart, ...]
+    name: str  # its name, and which answer of a pair it is
+    tokens: int  # number of its tokens
+    targets: int  # number of its targets
+    parts: tuple[TextPart, ...]  # its text, up to `MOST_TOKENS` tokens of it
 
 
 def show(documents: Documents, index: int) -> list[Shown]:

@@ -197,11 +197,7 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the tokens.
-
-        Raises:
-            ValueError: its file has changed.
-        """
+        """The tokenizer of the tokens; `ValueError` if its file has changed."""
         tokenizer = Tokenizer.load(self.folder / TOKENIZER, self.header.tokenizer)
         if tokenizer.hash != self.header.tokenizer_hash:
             raise damaged(self.folder, f"{TOKENIZER} has changed")
@@ -254,11 +250,7 @@ class TokenStore:
         return shard.name(number)
 
     def verify(self, progress: Progress = silent) -> None:
-        """Read everything, and compare it with the hashes in the shards.
-
-        Raises:
-            ValueError: a file has changed.
-        """
+        """Compare all content with the hashes in the shards; `ValueError` if a file has changed."""
         done = 0
         for shard in self.shards:
             if shard.hash() != shard.content:

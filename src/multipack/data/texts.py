@@ -44,20 +44,14 @@ class TextPart(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceDocument:
-    """A document, or in a stream a stretch of it, as text.
+    """A document, or in a stream a stretch of it, as text."""
 
-    Attributes:
-        name: origin, for messages: `functools.py:reduce`, `train.jsonl:17`.
-        parts: its text in pieces, in order.
-        takes_end: whether an end token is added. None follows a stretch of a file that continues in the next document,
-            and none a chat, whose template marks the end.
-        weight: weight in the loss; of a labeled answer negative if it is undesirable.
-    """
-
-    name: str
-    parts: tuple[TextPart, ...]
+    name: str  # origin, for messages: `functools.py:reduce`, `train.jsonl:17`
+    parts: tuple[TextPart, ...]  # its text in pieces, in order
+    # whether an end token is added. None follows a stretch of a file that continues in the next document, and none a
+    # chat, whose template marks the end.
     takes_end: bool = True
-    weight: float = 1.0
+    weight: float = 1.0  # weight in the loss; of a labeled answer negative if it is undesirable
 
 
 class Skip(NamedTuple):
@@ -163,11 +157,7 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | BrokenRecord | None]]:
-    """Records of a file: number, place for messages, and the object, its fault, or None for a blank line.
-
-    Raises:
-        ValueError: a file that is one list is not JSON.
-    """
+    """Records of a file: number, place for messages, and the object, its fault, or None for a blank line."""
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
         if isinstance(entries := _parsed(content.read(), str(path)), BrokenRecord):

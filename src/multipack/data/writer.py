@@ -116,11 +116,7 @@ class ShardBuilder:
     def build(
         self, skipped: dict[str, int] | None = None, notes: Notes | None = None, places: Places | None = None
     ) -> Shard:
-        """The documents as a shard; see `Shard` for `skipped`, `notes` and `places`.
-
-        Raises:
-            ValueError: a token outside the vocabulary.
-        """
+        """The documents as a shard, see there; `ValueError` for a token outside the vocabulary."""
         tokens = np.array(self._tokens, dtype=np.uint32)
         if len(tokens) and int(tokens.max()) >= self._vocabulary_size:
             raise ValueError(

@@ -167,21 +167,13 @@ def round_up(tokens: float) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """One combination of settings, and the report of its plan.
+    """One combination of settings, and the report of its plan."""
 
-    Attributes:
-        window: steps planned together.
-        budget: mean tokens of a pack.
-        group: whether packs with costly long documents share steps of a window.
-        chosen: whether this is the combination of the given settings.
-        report: what it reaches.
-    """
-
-    window: int
-    budget: int
-    group: bool
-    chosen: bool
-    report: PlanReport
+    window: int  # steps planned together
+    budget: int  # mean tokens of a pack
+    group: bool  # whether packs with costly long documents share steps of a window
+    chosen: bool  # whether this is the combination of the given settings
+    report: PlanReport  # what it reaches
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -72,20 +72,13 @@ LARGEST_RATIO = 1 << 28
 
 @dataclass(frozen=True)
 class Seconds:
-    """Measured time of a micro-batch's forward and backward pass, in seconds.
+    """Measured time of a micro-batch's forward and backward pass, in seconds."""
 
-    Attributes:
-        micro_batch: t₀, independent of its documents.
-        token: α, per token.
-        pair: β, per l(l+1), which counts each query-key pair twice.
-        document: γ, per document.
-        error: root mean square of measured minus predicted, divided by the mean of the measured times.
-    """
-
-    micro_batch: float
-    token: float
-    pair: float
-    document: float
+    micro_batch: float  # t₀, independent of its documents
+    token: float  # α, per token
+    pair: float  # β, per l(l+1), which counts each query-key pair twice
+    document: float  # γ, per document
+    # root mean square of measured minus predicted, divided by the mean of the measured times
     error: float = 0.0
 
     def __post_init__(self) -> None:

@@ -119,11 +119,7 @@ def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int)
 
 
 def micro_batches_of(packs_per_step: int, ranks: int) -> int:
-    """Number of packs of each rank in a step: ⌈packs_per_step / ranks⌉.
-
-    Raises:
-        ValueError: there are more ranks than packs in a step.
-    """
+    """Packs of each rank in a step, ⌈packs_per_step / ranks⌉; `ValueError` if there are more ranks than packs."""
     world = check_integer("data_parallel_size", ranks)
     if world > packs_per_step:
         raise ValueError(
@@ -173,31 +169,18 @@ def costliest_first(lengths: Integers, costs: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Documents in falling order, and the ranks that share them. Its results are (documents,) pack numbers.
+    """Documents in falling order, and the ranks that share them. Its results are (documents,) pack numbers."""
 
-    Attributes:
-        lengths: (documents,) tokens.
-        costs: (documents,) int64, falling.
-        ranks: number of ranks.
-        micro_batches: packs of each rank.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack; 0 = no limit.
-        sync: where ranks wait for each other.
-        joint: balance tokens and their squares instead of costs.
-        effort: rearrangements tried, in multiples of the default.
-        quick: begin with smaller rearrangements and end farther from the proven minimum.
-    """
-
-    lengths: Integers
-    costs: Integers
-    ranks: int
-    micro_batches: int
-    capacity: int
-    max_documents: int = 0
-    sync: Sync = "step"
-    joint: bool = False
-    effort: int = 1
-    quick: bool = False
+    lengths: Integers  # (documents,) tokens
+    costs: Integers  # (documents,) int64, falling
+    ranks: int  # number of ranks
+    micro_batches: int  # packs of each rank
+    capacity: int  # maximum tokens of a pack
+    max_documents: int = 0  # maximum documents of a pack; 0 = no limit
+    sync: Sync = "step"  # where ranks wait for each other
+    joint: bool = False  # balance tokens and their squares instead of costs
+    effort: int = 1  # rearrangements tried, in multiples of the default
+    quick: bool = False  # begin with smaller rearrangements and end farther from the proven minimum
 
     @property
     def packs(self) -> int:

@@ -89,11 +89,7 @@ def short(value: Any) -> str:
 
 
 def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: not a whole number, below `least`, or above `most`.
-    """
+    """`value` as an int; `ValueError` if it is no whole number, below `least`, or above `most`."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
@@ -104,11 +100,7 @@ def check_integer(name: str, value: Any, least: int | None = 1, most: int | None
 
 
 def check_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """A flat list of integers, possibly empty, as int64.
-
-    Raises:
-        ValueError: another shape or type.
-    """
+    """A flat list of integers, possibly empty, as int64; `ValueError` for another shape or type."""
     try:
         array = np.asarray(values)
     except ValueError as error:

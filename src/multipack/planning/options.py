@@ -168,11 +168,7 @@ class PlanOptions:
         return lengths if self.align == 1 else -(-lengths // self.align) * self.align
 
     def balanced_cost(self, model: CostModel, slots: Integers) -> CostModel:
-        """The cost that packs are equalized in, for documents of these slots.
-
-        Raises:
-            ValueError: the costs of all documents together exceed int64.
-        """
+        """The cost that packs are equalized in, for documents of these slots; `ValueError` if costs exceed int64."""
         chosen = CostModel(None, linear=1, quadratic=0) if self.balance == "tokens" else model
         if self.balance == "joint":
             CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
@@ -193,11 +189,7 @@ class PlanOptions:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuse a value that is not among the choices of a Literal.
-
-    Raises:
-        ValueError: the message lists the choices, and names the nearest one.
-    """
+    """`ValueError` if a value is not among the choices of a Literal; the message names the nearest one."""
     known = get_args(choices)
     if value not in known:
         near = difflib.get_close_matches(str(value), known, 1, 0.0)[0]
@@ -244,11 +236,7 @@ def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
 
 
 def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
-    """Carried document numbers as int64; empty for None.
-
-    Raises:
-        ValueError: not a flat list of numbers of documents.
-    """
+    """Carried document numbers as int64, empty for None; `ValueError` if they are no numbers of documents."""
     numbers = check_integers("carried", () if carried is None else carried)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
         raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")
@@ -263,11 +251,7 @@ def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, A
 
 
 def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str, Any]) -> None:
-    """Refuse a saved state of another plan, saying what changed.
-
-    Raises:
-        ValueError: the fingerprints differ.
-    """
+    """`ValueError`, which says what changed, if a saved state is of another plan."""
     saved = state["fingerprint"]
     if saved == fingerprint:
         return

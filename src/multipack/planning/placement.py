@@ -46,14 +46,10 @@ _HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balan
 
 @dataclass(frozen=True)
 class Prices:
-    """What it costs a rank to send and receive, in the unit of `CostModel.cost`.
+    """What it costs a rank to send and receive, in the unit of `CostModel.cost`."""
 
-    Attributes:
-        key: of a token's keys and values and, in the backward pass, keys, values and gradients again.
-        token: of each token of a rank if ranks exchange heads for tokens (Ulysses); None = they cannot.
-    """
-
-    key: int = 0
+    key: int = 0  # of a token's keys and values and, in the backward pass, keys, values and gradients again
+    # of each token of a rank if ranks exchange heads for tokens (Ulysses); None = they cannot
     token: int | None = None
 
     @classmethod
@@ -222,20 +218,13 @@ def place(
 
 @dataclass(frozen=True)
 class Placing:
-    """How a run places packs: the arguments of `choose` that all packs share.
+    """How a run places packs: the arguments of `choose` that all packs share."""
 
-    Attributes:
-        cost: the cost of documents.
-        ranks: number of context ranks.
-        prices: what exchange costs.
-        multiple: number that divides the slots of every rank (tensor ranks).
-        slack: share of slots that a rank may have beyond equal parts; 0 = all ranks compute equally many.
-    """
-
-    cost: CostModel
-    ranks: int
-    prices: Prices
-    multiple: int = 1
+    cost: CostModel  # the cost of documents
+    ranks: int  # number of context ranks
+    prices: Prices  # what exchange costs
+    multiple: int = 1  # number that divides the slots of every rank (tensor ranks)
+    # share of slots that a rank may have beyond equal parts; 0 = all ranks compute equally many
     slack: float = 0.0
 
     def __call__(self, lengths: ArrayLike, slots: int) -> tuple[Placement | None, Integers]:

@@ -203,11 +203,7 @@ class Plan:
         return self.lengths[documents] - 1 if self.target_counts is None else self.target_counts[documents]
 
     def micro_batches(self, data_parallel_size: int) -> int:
-        """Number of packs of each rank in a step: ⌈packs_per_step / ranks⌉.
-
-        Raises:
-            ValueError: there are more ranks than packs in a step.
-        """
+        """Packs of each rank in a step, ⌈packs_per_step / ranks⌉; `ValueError` if there are more ranks than packs."""
         return micro_batches_of(self.packs_per_step, data_parallel_size)
 
     def deal(self, step: int, data_parallel_size: int, sync: Sync = "micro") -> Packs:

@@ -345,11 +345,7 @@ class PackStream:
         )
 
     def _open(self) -> Iterator[Any]:
-        """Open the source at the position of the queue.
-
-        Raises:
-            ValueError: the source is an iterator that was read before.
-        """
+        """Open the source at the position of the queue."""
         documents: Any = self._documents
         if hasattr(documents, "state_dict"):
             if self._queue.source is not None:
@@ -370,11 +366,7 @@ class PackStream:
         return iter(documents)
 
     def _row(self, item: Any, position: int) -> list[Any]:
-        """A document's row of the queue.
-
-        Raises:
-            ValueError: the document has no token, too many tokens, or too many targets.
-        """
+        """A document's row of the queue; `ValueError` if it has no token, or too many tokens or targets."""
         name = f"document {position:,} of the source"
         length = check_integer(f"the number of tokens of {name}", self._length(item))
         if length > self.longest:
