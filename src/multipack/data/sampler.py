@@ -11,6 +11,7 @@ divided among ranks again: leave it out of `accelerator.prepare`, and set `use_d
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,14 +44,11 @@ DEALT_STEPS = 8
 
 
 def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
-    """Raise an error if a caller divides the batches of `sampler`, which are those of one rank, among ranks again.
+    """Raise `ValueError` if a caller divides the batches of `sampler`, which are those of one rank, among ranks again.
 
     Each of two ranks would train on half of its documents. Such a caller is a sampler of several processes
     (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's `DistributedSamplerWrapper`), or accelerate's
     `DataLoaderDispatcher`, which reads on one rank for all.
-
-    Raises:
-        ValueError: the message names the wrapper and the remedy.
     """
     for reader, kinds, _ in _callers() if ranks > 1 else ():
         if reader is not sampler and (isinstance(reader, Sampler) or "DataLoaderDispatcher" in kinds):
@@ -65,12 +63,9 @@ def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
 
 
 def refuse_restart(sampler: Any, epoch: int) -> None:
-    """Raise an error if a loader of accelerate, which counts epochs itself, goes back to an earlier one.
+    """Raise `ValueError` if a loader of accelerate, which counts epochs itself, goes back to an earlier one.
 
     A loader that is new, as after a resume or `skip_first_batches`, begins at epoch 0 and would read its order again.
-
-    Raises:
-        ValueError: the message names the remedy.
     """
     for _, kinds, method in _callers() if epoch < sampler.epoch else ():
         if "DataLoaderShard" in kinds and method == "__iter__":
@@ -82,11 +77,9 @@ def refuse_restart(sampler: Any, epoch: int) -> None:
 
 def _callers() -> Iterator[tuple[Any, list[str], str]]:
     """The methods that are running: object, names of its classes, and method. So no host has to be imported."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         owner = frame.f_locals.get("self")
         yield owner, [kind.__name__ for kind in type(owner).__mro__], frame.f_code.co_name
-        frame = frame.f_back
 
 
 class OwnSampler:
