@@ -76,6 +76,8 @@ class _Process:
                 running.stdin.write(line)
                 running.stdin.flush()
                 answer = running.stdout.readline()
+            except BrokenPipeError:  # it was killed before
+                answer = b""
             except BaseException:  # such as Ctrl-C: an answer that nobody reads would follow
                 running.kill()
                 raise
@@ -109,6 +111,7 @@ def _process(owner: int) -> _Process:
 
 def serve() -> None:
     """Answer requests from the standard input until it ends."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it may be ignored where this process was started
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(_answer(line) + b"\n")
         sys.stdout.buffer.flush()
@@ -118,8 +121,9 @@ def _answer(line: bytes) -> bytes:
     try:
         request = json.loads(line)
         seconds, memory, characters = request["limits"]
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
+        if sys.platform == "linux":  # other systems count memory otherwise
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
         program, text = _compiled(request["source"], request["day"]), ""
         if request["variables"] is not None:
