@@ -224,30 +224,27 @@ class GrowingFolder(Arriving):
         super().__init__(data, limit)
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
-        number, deadline = begin["shard"], time.monotonic() + self._data.patience_seconds
+        number, patience = begin["shard"], self._data.patience_seconds
+        deadline = time.monotonic() + patience
         while (store := self._store) is None or number >= len(store.shards):
             if store is not None and store.is_complete:
                 return None, begin
-            if not self._refresh():
-                self._wait(number, deadline)
+            if self._refresh():
+                continue
+            if self.interrupted:
+                raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
+            if time.monotonic() > deadline:
+                count = 0 if store is None else len(store.shards)
+                raise DocumentsLate(
+                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and none of"
+                    " them is the last): resume with train.resume when it has arrived, or raise"
+                    " data.patience_seconds"
+                )
+            time.sleep(min(POLL_SECONDS, patience / 8))
         shard = store.shard(number)
         if self._data.verify == "full":
             shard.verify()
         return shard, {"shard": number + 1}
-
-    def _wait(self, number: int, deadline: float) -> None:
-        """Sleep before the folder is read again; raises `DocumentsLate` after the deadline."""
-        patience = self._data.patience_seconds
-        if self.interrupted:
-            raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
-        if time.monotonic() > deadline:
-            count = 0 if self._store is None else len(self._store.shards)
-            raise DocumentsLate(
-                f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and none of"
-                " them is the last): resume with train.resume when it has arrived, or raise"
-                " data.patience_seconds"
-            )
-        time.sleep(min(POLL_SECONDS, patience / 8))
 
     def _refresh(self) -> bool:
         """Read the folder; return whether it has more shards."""

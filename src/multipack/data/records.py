@@ -136,14 +136,12 @@ class RecordReader:
         Raises:
             ValueError: a setting does not suit the first record.
         """
-        is_first = self.form is None
         try:
-            if is_first:
+            if self.form is None:
                 self._begin(record)
-            is_first = False
             return self._documents(record, name)
         except ValueError as error:
-            if is_first and not isinstance(error, BrokenRecord):
+            if self.form is None and not isinstance(error, BrokenRecord):
                 raise ValueError(f"{where}: {error}") from error
             return [Skip(f"broken {unit}", name, f"{where}: {error}")]
 
