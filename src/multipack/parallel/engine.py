@@ -211,28 +211,18 @@ class ModelEngine:
         """Name → squared norm of each of the model's tensors, given this rank's pieces; collective."""
         return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
-    @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Clip the gradient to a global norm; collective.
-
-        In fp16 a norm that is not finite is an overflow and sets `overflowed` for this step.
-
-        Args:
-            max_norm: maximum norm; 0 = do not clip.
-
-        Returns:
-            The norm before clipping.
-        """
-        gradients = self.gradients()
-        norm = math.sqrt(sum(self.squared_norms(gradients).values()))
+        """`clip_on_device`, read on the host. In fp16 a norm that is not finite sets `overflowed` for this step."""
+        norm = float(self.clip_on_device(max_norm))
         self.overflowed = self._scaler.enabled and not math.isfinite(norm)
-        if gradients and 0 < max_norm < norm:
-            torch._foreach_mul_([local(each) for each in gradients.values()], max_norm / (norm + 1e-6))
         return norm
 
     @torch.no_grad()
     def clip_on_device(self, max_norm: float) -> Tensor:
-        """`clip` without a wait for the device, and without an answer on overflows; gradients are on the device.
+        """Clip the gradient to a global norm, without a wait for the device; collective.
+
+        Args:
+            max_norm: maximum norm; 0 = do not clip.
 
         Returns:
             The norm before clipping, 0-d float64. If it is not finite, the gradient is not finite either.
@@ -241,7 +231,8 @@ class ModelEngine:
         norm = squared_norm(gradients, self.mesh, self.duplicates).sqrt()
         if gradients and max_norm > 0:
             held = [local(each) for each in gradients.values()]
-            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(held[0].dtype))
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(held, factor.to(held[0].device, held[0].dtype))
         return norm
 
     def step(self, learning_rate: float) -> None:

@@ -148,14 +148,14 @@ def squared_norms(
 
 @torch.no_grad()
 def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
-    """The sum of `squared_norms`, without a wait for the device on which all tensors are: 0-d float64; collective."""
+    """The sum of `squared_norms` on the run's device, without a wait for it: 0-d float64; collective."""
     held = [tensor for name, tensor in tensors.items() if name not in duplicates]
     total = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
     if held:
         dtype = torch.float64 if held[0].dtype == torch.float64 else torch.float32
         found = torch._foreach_norm([local(tensor) for tensor in held], 2, dtype)
         shares = torch._foreach_mul(found, [_copies(tensor, mesh) ** -0.5 for tensor in held])
-        total = torch.stack(shares).double().square().sum()
+        total = torch.stack(shares).to(total.device).double().square().sum()
     if not mesh.is_plain:
         dist.all_reduce(total)
     return total
