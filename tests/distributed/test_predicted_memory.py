@@ -140,7 +140,7 @@ STRATEGIES = [
     {"data": "hsdp"},
     {"tensor": 4},
     {"data": "zero3", "tensor": 2},
-    {"data": "zero1", "context": 2},
+    {"data": "zero1", "context": 2, "context_method": "ulysses"},
     {"context": 4, "context_method": "planned"},
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "gpipe"},

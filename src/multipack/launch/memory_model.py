@@ -137,14 +137,14 @@ class Workload:
         on_cpu, d, e = self.device == "cpu", shape.d_model, shape.head_width
         here, heads = slots // config.tensor, shape.heads // config.tensor
         key_heads = max(shape.kv_heads // config.tensor, 1)  # several ranks may have the same one
-        ulysses = config.context > 1 and config.resolved(shape).context_method != "planned"
-        ulysses = ulysses and shape.heads % (config.tensor * config.context) == 0
+        planned = config.context > 1 and config.resolved(shape).context_method == "planned"
+        ulysses = config.context > 1 and not planned and shape.heads % (config.tensor * config.context) == 0
         if ulysses:  # key heads are repeated until every rank has one
             key_heads = math.lcm(key_heads, config.context)
         widened = self.widens_norms
         before, after = 2 * (shape.norms != "after"), 2 * (shape.norms != "before")
         head_norms = (heads + key_heads) * e if shape.head_norm != "none" else 0
-        attention_float32 = FLOAT32 if on_cpu and p < FLOAT32 else 0
+        attention_float32 = FLOAT32 if on_cpu and p < FLOAT32 and not planned else 0
         return {
             "residual": before * here * d * (FLOAT32 if widened else self.stream),
             "statistics": (before + after) * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
