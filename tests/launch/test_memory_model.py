@@ -27,13 +27,13 @@ from multipack.training.precision import DTYPES
 from multipack.training.settings import OptimizerConfig
 
 SLOTS = 512
-LLAMA = ModelShape(2, 4, 2, 64, 224, vocabulary_size=300, tied=False, context=SLOTS)
+LLAMA = ModelShape(4, 4, 2, 64, 224, vocabulary_size=300, tied=False, context=SLOTS)
 FAMILY = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 GPT = ModelShape(2, 4, d_model=64, d_ff=256, vocabulary_size=300, context=SLOTS, **FAMILY)
 SHAPES_ = {
     "llama": LLAMA,
     "llama, tied, dropout": dataclasses.replace(LLAMA, tied=True, head_dim=24, dropout=0.1),
-    "llama, large vocabulary": dataclasses.replace(LLAMA, vocabulary_size=3000),
+    "llama, large vocabulary": dataclasses.replace(LLAMA, layers=2, vocabulary_size=3000),
     "wide, short packs": dataclasses.replace(LLAMA, heads=8, d_model=256, d_ff=768),
     "gpt": GPT,
     "gemma3": dataclasses.replace(
