@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from multipack import isolation_probe
-from multipack.integrations import openrlhf, packing_functions, verl
+from multipack.integrations import axolotl as functions
+from multipack.integrations import openrlhf, verl
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
 from multipack.integrations.collator import PackedDataCollator, document_lengths, windows_of
 from multipack.integrations.multipack_v2 import InterleavedSampler, MultipackDistributedBatchSampler
@@ -99,13 +100,13 @@ SAMPLERS = [
     (lambda: InterleavedSampler([NAN], 1, 1, 0), "lengths must be a flat list of integers"),
     (lambda: InterleavedSampler([3, 0], 1, 1, 0), "document 1 has 0 tokens"),
     (lambda: InterleavedSampler([3, 4, 5], 2, 2, 0), "3 documents are too few for a batch of batch_size=2"),
-    (lambda: packing_functions.ffd_check(["a"], 10, 2), "sequence_lengths must be a flat list of integers"),
-    (lambda: packing_functions.ffd_check([3], 0, 2), "bin_capacity must be a whole number of at least 1"),
-    (lambda: packing_functions.pack_group([3], -1, 10, 2, 2), "group_offset must be a whole number"),
-    (lambda: packing_functions.pack_group([3], 0, 10, NAN, 2), "max_bins must be a whole number"),
-    (lambda: packing_functions.pack_parallel(None, 10, 2, 2), "sequence_lengths must be a flat list"),
-    (lambda: packing_functions.allocate_sequentially([3], 2, 10, 2), "rank must be at most 1, got 2"),
-    (lambda: packing_functions.allocate_sequentially([3], -1, 10, 2), "rank must be a whole number"),
+    (lambda: functions.ffd_check(["a"], 10, 2), "sequence_lengths must be a flat list of integers"),
+    (lambda: functions.ffd_check([3], 0, 2), "bin_capacity must be a whole number of at least 1"),
+    (lambda: functions.pack_group([3], -1, 10, 2, 2), "group_offset must be a whole number"),
+    (lambda: functions.pack_group([3], 0, 10, NAN, 2), "max_bins must be a whole number"),
+    (lambda: functions.pack_parallel(None, 10, 2, 2), "sequence_lengths must be a flat list"),
+    (lambda: functions.allocate_sequentially([3], 2, 10, 2), "rank must be at most 1, got 2"),
+    (lambda: functions.allocate_sequentially([3], -1, 10, 2), "rank must be a whole number"),
 ]
 OTHERS = [
     (lambda: rearranged(batch=None), "the batch is NoneType without"),
@@ -173,4 +174,4 @@ def test_options_of_the_plan_that_a_trainer_decides(options, message):
 def test_booleans_and_integers_of_any_width_are_accepted():
     made = row(labels=np.array([1, 2], dtype=np.int16), attention_mask=np.array([True, True]))
     assert made["labels"].tolist() == [[-100, 2]]
-    assert packing_functions.ffd_check([], 10, 0)
+    assert functions.ffd_check([], 10, 0)

@@ -30,7 +30,6 @@ from multipack.integrations.host_sampler import (
     saved_integer,
     world_size,
 )
-from multipack.integrations.packing_functions import Bins
 from multipack.planning.lengths import check_integer, short
 from multipack.planning.options import PlanOptions, check_fingerprint, opened, sealed
 from multipack.planning.packing import Packs, pack
@@ -38,6 +37,8 @@ from multipack.planning.packing import Packs, pack
 LOG = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
+Bins = list[list[int]]
+"""Bins of document numbers."""
 
 STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
 """Keys of a saved state beside its identity."""

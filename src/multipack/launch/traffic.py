@@ -99,9 +99,8 @@ def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ulysses = config.resolved(shape).context_method == "ulysses"
     calls, reach = work.micro_batches * part.layers / shape.layers, ranks * config.tensor
     exchanged = placed.exchanged if placed else float(ulysses)
-    sent, received = (
-        (placed.sent, placed.received) if placed else (slots * (ranks - 1), slots * (ranks - 1) / 2)
-    )
+    all_others = slots * (ranks - 1)
+    sent, received = (placed.sent, placed.received) if placed else (all_others, all_others / 2)
     if exchanged:
         each = token_bytes(shape, ranks, config.tensor, work.product) * ranks / (ranks - 1)
         times = exchanged * slots * (1.5 if again else 1)

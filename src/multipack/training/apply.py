@@ -100,12 +100,6 @@ def sum_over_ranks(
     return total
 
 
-def broken_documents(data: StepData, flags: list[float]) -> list[int]:
-    """Documents of the packs whose loss is not finite, by the flags of `sum_over_ranks`."""
-    packs = [data.packs[pack] for pack, flag in enumerate(flags) if flag]
-    return [int(document) for document in np.concatenate(packs)] if packs else []
-
-
 class StepApplier:
     """The part of a `Trainer` that applies steps after their backward passes, and records them; see there."""
 
@@ -205,8 +199,9 @@ class StepApplier:
         """
         loss_sum, slots, signals, *rest = numbers
         times, flags = rest[: self.mesh.data_size], rest[self.mesh.data_size :]
-        if broken := broken_documents(data, flags):
-            self.diverged(f"the loss of step {step} is not finite; {self._undone}", broken)
+        if any(flags):
+            broken = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag])
+            self.diverged(f"the loss of step {step} is not finite; {self._undone}", broken.tolist())
         if signals:
             self._interrupt()
         spread = max(times) / (sum(times) / len(times)) - 1.0 if all(times) else math.nan

@@ -144,11 +144,8 @@ def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: Worl
     Raises:
         ValueError: they would not.
     """
-    parallel, elements, free = (
-        config.parallel,
-        sum(each.numel() for each in whole.values()),
-        available_memory(),
-    )
+    parallel, free = config.parallel, available_memory()
+    elements = sum(each.numel() for each in whole.values())
     parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]
     names = world.gather(socket.gethostname())
     ranks = names.count(names[world.rank])
@@ -183,10 +180,7 @@ def _saved(config: Config, whole: Mapping[str, nn.Parameter]) -> frozenset[str] 
 
 
 def _initial(
-    config: Config,
-    shape: ModelShape,
-    weights: Reader | None,
-    whole: Mapping[str, nn.Parameter],
+    config: Config, shape: ModelShape, weights: Reader | None, whole: Mapping[str, nn.Parameter]
 ) -> Callable[[str, torch.device], Tensor]:
     """(name, device) → the initial value of a parameter; adapters are drawn, and frozen matrices quantized."""
     drawn, seed = initial_parameters(shape, config.train.seed), config.train.seed

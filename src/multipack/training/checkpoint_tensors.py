@@ -182,8 +182,6 @@ def checksum(file: Path) -> str:
     with file.open("rb") as opened:
         read = partial(os.pread, opened.fileno(), _BLOCK)
         offsets = range(0, max(os.fstat(opened.fileno()).st_size, 1), _BLOCK)
-        if len(offsets) == 1:
-            return _joined([_digest([read(0)])])
         with ThreadPoolExecutor(_HASHERS, "checksum") as threads:
             return _joined(list(threads.map(lambda offset: _digest([read(offset)]), offsets)))
 

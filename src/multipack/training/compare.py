@@ -103,9 +103,7 @@ def compare_with_padding(
             padded_seconds = timed_step(engine, padded, clock)
         finally:
             model.training_loss = own_loss
-        tokens, slots = (
-            sum(getattr(batch, name) for batch in padded) for name in ("num_tokens", "num_slots")
-        )
+        tokens, slots = sum(each.num_tokens for each in padded), sum(each.num_slots for each in padded)
         pairs += [(packed_seconds, padded_seconds, tokens, slots)] if index else []
         if pairs and clock() - began > seconds:
             break

@@ -20,7 +20,7 @@ FORM: dict[str, Any] = {
     "best": None,
     "best_step": 0,
     "callbacks": dict,
-    "marks": {"metrics": _MARK, "samples": _MARK},
+    "marks": {"metrics": _MARK, "samples": _MARK, "documents": _MARK},
 }
 """An example of each entry. The feed and the sampler check their state, `data`, themselves."""
 AFTER_EVALUATION = {"best": 0.0, "improved": [0, 0.0]}
@@ -37,12 +37,10 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
     Raises:
         ValueError: an entry is missing or has another type.
     """
-    progress, form = checkpoint.progress, FORM
-    if isinstance(marks := progress.get("marks"), dict) and "documents" in marks:  # not of earlier versions
-        form = FORM | {"marks": FORM["marks"] | {"documents": _MARK}}
+    progress = checkpoint.progress
     saved = progress.get("callbacks")
     states = {name: state for name, state in callbacks.items() if isinstance(saved, dict) and name in saved}
-    problem = _difference(progress, form, "progress")
+    problem = _difference(progress, FORM, "progress")
     if states:  # none, if the run has no callbacks of the saved one
         problem = problem or _difference(saved, states, "progress.callbacks")
     if problem:

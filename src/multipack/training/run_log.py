@@ -143,10 +143,8 @@ def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[
     """
     parts = {}
     for name, path in _paths(run).items():
-        if name not in marks and not path.exists():  # an earlier version kept no record of documents
-            continue
-        mark = marks.get(name, NOTHING)
-        content, size = read_file(path, sys.maxsize), mark["bytes"]
+        mark, content = marks[name], read_file(path, sys.maxsize)
+        size = mark["bytes"]
         if hashlib.sha256(content[:size]).hexdigest() != mark["sha256"]:
             raise ValueError(
                 f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed from"

@@ -26,7 +26,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         return config.lr
     begin, last = _decay(steps, config)
     progress = min(max((step - begin) / max(last - begin, 1), 0.0), 1.0)
-    floor = _floor(config)
+    floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
     if config.schedule == "cosine":
         return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
     if config.schedule == "wsd" and config.decay_shape == "sqrt":
@@ -89,8 +89,3 @@ def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
     if config.schedule != "wsd":
         return warmup, last
     return max(warmup, last - max(round(config.decay_share * last), 1)), last
-
-
-def _floor(config: OptimizerConfig) -> float:
-    """The learning rate at the end of the decay."""
-    return config.min_lr if config.min_lr >= 0 else config.lr / 10
