@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from multipack.integrations.collator import makes_document_masks, windows_of
 from multipack.integrations.probe_documents import (
     Documents,
-    check_callable,
     draw_tokens,
     find_vocabulary_size,
     packed_batch,
@@ -39,6 +38,7 @@ from multipack.integrations.probe_inputs import (
 )
 from multipack.integrations.probe_report import IsolationReport, ProbeFinding
 from multipack.integrations.probe_trace import mixing_module
+from multipack.planning.lengths import short
 
 LENGTHS = (9, 7, 11)
 """Tokens of the probe's documents. Their sum is rarely the width of a layer."""
@@ -75,9 +75,9 @@ def isolation_probe(
     Raises:
         ValueError: the batch does not hold the documents, or the outputs have no row for each token.
     """
-    check_callable("model", model)
-    for name, given in {"make_batch": make_batch, "forward": forward}.items():
-        check_callable(name, given or list)
+    for name, given in {"model": model, "make_batch": make_batch or list, "forward": forward or list}.items():
+        if not callable(given):
+            raise ValueError(f"{name} must be a model or a function, got {short(given)}")
     probe = _Probe(model, make_batch, forward, lengths, vocabulary_size)
     with _undisturbed(model), torch.no_grad():
         return probe.report()

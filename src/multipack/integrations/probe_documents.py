@@ -30,16 +30,6 @@ def packed_batch(documents: Documents) -> PackedBatch:
     return collate([Document(each, np.array([[0, len(each)]])) for each in tokens])
 
 
-def check_callable(name: str, given: Any) -> None:
-    """Refuse an argument of the probe that cannot be called.
-
-    Raises:
-        ValueError: neither a model nor a function.
-    """
-    if not callable(given):
-        raise ValueError(f"{name} must be a model or a function, got {short(given)}")
-
-
 def find_vocabulary_size(model: Any, config: Any) -> int:
     """Size of the vocabulary.
 

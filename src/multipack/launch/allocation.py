@@ -66,9 +66,9 @@ def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Alloc
     chosen = parse_hostfile(Path(hostfile).read_text(), hostfile) if hostfile else {}
     job = job_of(environment)
     if environment.get("SLURM_JOB_ID"):
-        numbers = (int(environment.get(f"SLURM_{name}") or 0) for name in ("NTASKS", "CPUS_PER_TASK"))
+        tasks, cores = (int(environment.get(f"SLURM_{name}") or 0) for name in ("NTASKS", "CPUS_PER_TASK"))
         in_step = bool(environment.get("SLURM_STEP_ID"))
-        found = Allocation("slurm", _slurm_hosts(environment), job, *numbers, in_step)
+        found = Allocation("slurm", _slurm_hosts(environment), job, tasks, cores, in_step)
     elif environment.get("PBS_JOBID"):
         # A PBS nodefile has one line per process (mpiprocs).
         nodefile = environment.get("PBS_NODEFILE", "")
