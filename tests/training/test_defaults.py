@@ -157,7 +157,7 @@ def test_evaluations_longer_than_training_are_noted(trainer):
     assert not any("train.eval_packs" in note for note in quiet.notes)
     dear = trainer("data.validation=0.7", "plan.packs_per_step=1", "train.eval_every=1")
     (note,) = (note for note in dear.notes if "train.eval_packs" in note)
-    assert f"as long as {dear.feeds.validation_steps // 3} steps" in note
+    assert f"as long as {dear.feeds.validation.steps // 3} steps" in note
 
 
 def test_text_outside_of_a_chat_template_is_noted(trainer, chat_tokenizer, tmp_path):

@@ -47,11 +47,11 @@ def test_a_step_has_the_loss_and_gradient_of_each_document_alone(trainer, more):
 
 def test_evaluation_is_the_mean_over_validation_documents(trainer):
     run = trainer(DOCUMENT, "data.validation=0.3")
-    found = run.feeds.validation_losses()[""]
+    found = run.feeds.validation.losses()[""]
     with run.engine.evaluating() as model:
         expected = float(_mean_over_documents(model, run.corpus.validation))
     assert found == pytest.approx(expected, abs=1e-5)
-    assert abs(trainer("data.validation=0.3").feeds.validation_losses()[""] - found) > 1e-4
+    assert abs(trainer("data.validation=0.3").feeds.validation.losses()[""] - found) > 1e-4
 
 
 def test_a_resumed_run_may_change_its_weighting_and_says_so(finished, capsys, files):

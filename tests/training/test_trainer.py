@@ -21,9 +21,9 @@ from multipack.training.callbacks.callback import NonFiniteLoss, RunStopped
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
 from multipack.training.run_config import compose, compose_run
-from multipack.training.run_parts import Feeds
 from multipack.training.stop_request import StopRequest
 from multipack.training.train import train
+from multipack.training.validation import Validation
 
 CALLBACKS = [
     "train.ema_decay=0.9",
@@ -351,7 +351,7 @@ def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words
 def val_losses(monkeypatch):
     """Validation losses to come, instead of measured ones."""
     coming = []
-    monkeypatch.setattr(Feeds, "validation_losses", lambda self: {"": coming.pop(0)})
+    monkeypatch.setattr(Validation, "losses", lambda self: {"": coming.pop(0)})
     return coming
 
 

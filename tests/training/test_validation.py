@@ -44,7 +44,7 @@ def test_each_source_has_the_loss_that_it_has_alone(stores, words, tmp_path, fil
 def test_the_loss_of_all_follows_from_the_sources(stores, trainer):
     paths = ",".join(str(stores[name]) for name in ("long", "short"))
     run = trainer("data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=")
-    found = run.feeds.validation_losses()
+    found = run.feeds.validation.losses()
     counts, numbers = run.corpus.validation.target_counts, [count for _, count in run.corpus.sources]
     targets = [counts[: numbers[0]].sum(), counts[numbers[0] :].sum()]
     expected = sum(
@@ -54,7 +54,7 @@ def test_the_loss_of_all_follows_from_the_sources(stores, trainer):
     few = trainer(
         "data=mixture", f"data.paths=[{paths}]", "data.validation=0.4", "data.path=", "train.eval_packs=1"
     )
-    assert few.feeds.validation_steps == 2  # at least one step of each
+    assert few.feeds.validation.steps == 2  # at least one step of each
 
 
 def test_validation_files_of_pairs_and_mixtures(stores, words, tmp_path, files, changed, capsys):

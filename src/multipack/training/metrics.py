@@ -44,21 +44,13 @@ FORMATS: dict[str, str] = {
 }
 """Metric → its format in log lines; others have four decimals."""
 
-PREDICTED = "seconds that the plan's measured cost predicts for dtf + dtb"
-"""Meaning of `dt_predicted`, a metric of runs with a measured cost."""
-
-COMMUNICATION = (
-    "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others"
-)
-"""Meaning of `dtc`, a metric of runs whose ranks synchronize once a step, after several micro-batches."""
-
-SPREAD = (
-    "measured forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before"
-)
-"""Meaning of `time_spread`, a metric of runs on several data-parallel ranks."""
-
-SKIPPED = "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient"
-"""Meaning of `skipped`."""
+SOMETIMES: dict[str, str] = {
+    "dt_predicted": "seconds that the plan's measured cost predicts for dtf + dtb",
+    "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
+    "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
+    "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
+}
+"""Metric → meaning, of those that depend on the run: a measured cost, several ranks, steps that may be skipped."""
 
 
 def step_metrics(

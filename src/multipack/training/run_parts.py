@@ -259,7 +259,6 @@ class Feeds:
         training: the global steps to train on.
         steps: number of the last step of the run.
         validation: computes the validation loss; None if the run does not evaluate.
-        validation_steps: number of global steps of an evaluation.
         notes: notes for the header of the run.
 
     Raises:
@@ -294,22 +293,15 @@ class Feeds:
             self.training = EpochFeed(loaders.loader(views[0], sampler), corpus.train, clock)
             self.steps = self.steps or max(1, round(train.epochs * sampler.steps_per_epoch))
         self.validation: Validation | None = None
-        self.validation_steps = 0
         if not train.eval_every:
             return
         self.validation = loaders.validation(views[1])
-        self.validation_steps = self.validation.steps
-        as_steps = self.validation_steps // 3  # a forward pass is about a third of a step
+        as_steps = self.validation.steps // 3  # a forward pass is about a third of a step
         if as_steps > train.eval_every > 0:
             self.notes.append(
                 f"an evaluation takes about as long as {as_steps:,} steps, and there is one every {train.eval_every}:"
                 " train.eval_packs limits it, train.eval_every makes it rarer"
             )
-
-    def validation_losses(self) -> dict[str, float]:
-        """The validation loss under "", and that of each source of a mixture; see `Validation.losses`."""
-        assert self.validation is not None
-        return self.validation.losses()
 
     def close(self) -> None:
         """Stop the threads that collate packs."""

@@ -31,7 +31,7 @@ from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
-from multipack.training.metrics import COMMUNICATION, LEGEND, PREDICTED, SKIPPED, SPREAD, loss_text
+from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
@@ -79,13 +79,12 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
     console.section("run", rows)
     if console.enabled:
         console.section("plan", plan_rows(run, measured))
+    predicts = run.cost_model.timed is not None and config.parallel.model_ranks == 1
+    several = run.mesh.data_size > 1
+    there = {"dt_predicted": predicts, "time_spread": several, "dtc": several}
+    there["skipped"] = config.train.dtype == "fp16"
     legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
-    if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
-        legend["dt_predicted"] = PREDICTED
-    if run.mesh.data_size > 1:
-        legend |= {"time_spread": SPREAD, "dtc": COMMUNICATION}
-    if config.train.dtype == "fp16":
-        legend["skipped"] = SKIPPED
+    legend |= {name: SOMETIMES[name] for name in there if there[name]}
     console.table("legend", ["metric", "meaning"], list(legend.items()))
 
 
@@ -280,7 +279,7 @@ def _evaluation(run: Trainer) -> str:
     train, feeds = run.config.train, run.feeds
     if feeds.validation is None:
         return "never"
-    packs = feeds.validation_steps * run.config.plan.packs_per_step
+    packs = feeds.validation.steps * run.config.plan.packs_per_step
     when = f"before the first step, every {train.eval_every} steps and after the last"
     sampled = train.sample_tokens if run.engine.is_whole else 0
     sample = f", with a sample of up to {sampled} tokens" if sampled else ""

@@ -1,4 +1,4 @@
-"""The small files of the model that a run starts with: its checkpoints keep them, and its exports write them again.
+"""The small files of the model that a run starts with, and its chat template: checkpoints and exports keep them.
 
 FOLDER/config.json, tokenizer_config.json, … ─▶ RUN/checkpoints/step-…/ ─▶ export
 """
@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.corpus import Corpus
+from multipack.data.tokenizer import Tokenizer, load_tokenizer
 from multipack.data.vocabularies import read_text
 from multipack.models.huggingface import decoder_shape
 from multipack.models.peft_format import peft_base
 from multipack.run import is_peft
 from multipack.shapes import ModelShape
+from multipack.training.inference import find_template
+from multipack.training.run_config import Config
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -82,3 +85,27 @@ def read_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{name} of the model that the run started with is no JSON object")
     return found
+
+
+def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
+    """The chat template of the documents, or of the checkpoint or export in `folder`; empty if neither has one."""
+    if corpus.chat_template or folder is None:
+        return corpus.chat_template
+    template = find_template(folder)
+    return template.to_json() if template else ""
+
+
+def outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
+    """A note if prompts and answers are text, though the initial weights or the tokenizer have a chat template."""
+    documents = corpus.train if len(corpus.train) else corpus.validation
+    if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
+        return []
+    if not (documents.store.has_pairs or documents.prompt_length(0)):
+        return []
+    if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
+        return []
+    where = "when the store is prepared" if config.data.source in ("store", "mixture") else "here"
+    return [
+        "prompts and answers are trained as text, outside of the chat template that the weights or the tokenizer have:"
+        f" data.as_chat=true {where} writes them as turns of it"
+    ]

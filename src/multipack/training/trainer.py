@@ -51,9 +51,8 @@ from multipack.training.run_parts import (
     shape_of,
 )
 from multipack.training.schedule import rate_factor
-from multipack.training.source_files import source_files
+from multipack.training.source_files import chat_template_of, outside_template, source_files
 from multipack.training.stop_request import StopRequest
-from multipack.training.templates import chat_template_of, outside_template
 from multipack.training.weights import adapt_weights, check_base, find_weights
 
 RESULTS = ("evaluated", "best", "best_step")
@@ -195,9 +194,10 @@ class Trainer(StepApplier):
         """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
         self._settle()
         losses: dict[str, float] = {}
+        assert self.feeds.validation is not None
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
-                found = self.feeds.validation_losses()
+                found = self.feeds.validation.losses()
                 losses |= {f"val_loss{suffix}{source}": loss for source, loss in found.items()}
         values: dict[str, float] = {"step": self.step}
         loss_sum, denominator = self.running

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from multipack.training.callbacks.callback import Callback, RunStopped
-from multipack.training.metrics import SKIPPED
+from multipack.training.metrics import SOMETIMES
 
 DECAY = 0.98
 """Decay of the statistics per step: they cover about 50 steps."""
@@ -48,7 +48,7 @@ class SpikeGuard(Callback):
     """
 
     name = "spikes"
-    legend: Mapping[str, str] = {"skipped": SKIPPED}
+    legend: Mapping[str, str] = {"skipped": SOMETIMES["skipped"]}
 
     def __init__(
         self, action: Literal["skip", "stop"], factor: float, report: Callable[[str], None] = print
