@@ -93,10 +93,11 @@ def other_rank(monkeypatch, longest, fewest, sequences):
     from torch import distributed
 
     def all_reduce(values, op, group):
-        assert op == distributed.ReduceOp.MAX
-        values.copy_(torch.maximum(values, torch.tensor([longest, fewest, -sequences])))
+        assert op == distributed.ReduceOp.MIN
+        values.copy_(torch.minimum(values, torch.tensor([-longest, -fewest, sequences])))
 
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
 
