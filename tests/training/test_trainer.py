@@ -122,13 +122,13 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
 )
 def test_resuming_is_bit_for_bit(words, tmp_path, files, changed, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    long = changed(words, "train.steps=4", "train.eval_every=2", "model.dropout=0.1", "plan.window=2", *more)
+    long = changed(words, "train.steps=3", "train.eval_every=2", "model.dropout=0.1", "plan.window=2", *more)
     train(compose([*long, f"out={whole}"]))
-    train(compose(changed(long, "train.steps=2", "optimizer.decay_steps=4", f"out={parts}")))
+    train(compose(changed(long, "train.steps=2", "optimizer.decay_steps=3", f"out={parts}")))
     # As if the process had been killed after it wrote records that no checkpoint saw.
     with (parts / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
-    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4"]))
+    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=3"]))
     _assert_equal(parts, whole, files)
     assert (parts / "samples.txt").read_text() == (whole / "samples.txt").read_text()
     if more is CALLBACKS:
@@ -158,9 +158,11 @@ def test_a_run_on_files_is_that_in_memory_and_resumes(words, tmp_path, files, ch
 
 def test_resuming_continues_across_epochs(words, tmp_path, files, changed):
     whole = tmp_path / "whole"
-    more = ["plan.capacity=1024", "train.steps=4", "train.eval_every=0", "train.checkpoint_every=1"]
+    more = ["plan.capacity=1024", "train.steps=3", "train.eval_every=0", "train.checkpoint_every=1"]
     train(compose(changed(words, *more, "train.keep_checkpoints=0", f"out={whole}")))
     losses = files(whole).losses
+    epochs = [json.loads(line)["epoch"] for line in (whole / "documents.jsonl").read_text().splitlines()]
+    assert epochs[0] < epochs[-1]
     train(compose_run([f"train.resume={whole / 'checkpoints' / 'step-00000001'}"]))
     assert files(whole).losses == losses
 
@@ -233,8 +235,8 @@ def test_a_loss_that_is_not_finite_names_documents_and_keeps_the_checkpoint(
     assert issubclass(NonFiniteLoss, RunStopped)
     assert [record["step"] for record in files(out).steps] == [1, 2, 3]
     monkeypatch.setattr(Decoder, "forward", forward)
-    train(compose_run([f"out={out}", "train.resume=true"]))
-    assert len(files(out).losses) == 6
+    train(compose_run([f"out={out}", "train.resume=true", "train.steps=4"]))
+    assert len(files(out).losses) == 4
 
 
 def test_weights_that_are_not_finite_are_never_saved(words, tmp_path, changed):
@@ -336,13 +338,13 @@ def test_gpt2_trains_in_bf16_with_muon(words, tmp_path, files, changed):
 
 def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words, tmp_path, changed):
     out = tmp_path / "run"
-    keep = changed(words, "train.steps=4", "train.checkpoint_every=1", "train.keep_checkpoints=0")
-    train(compose([*keep, f"out={out}"]))
-    older = out / "checkpoints" / "step-00000002"
-    train(compose_run([f"train.resume={older}", "optimizer.lr=1e-4", "train.steps=3"]))
+    keep = ["train.checkpoint_every=1", "train.keep_checkpoints=0", "train.eval_every=0"]
+    train(compose(changed(words, "train.steps=3", *keep, f"out={out}")))
+    older = out / "checkpoints" / "step-00000001"
+    train(compose_run([f"train.resume={older}", "optimizer.lr=1e-4", "train.steps=2"]))
     latest, metrics = (out / "checkpoints" / "latest").read_text(), (out / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="does not begin with what this checkpoint"):
-        train(compose_run([f"train.resume={out / 'checkpoints' / 'step-00000004'}"]))
+        train(compose_run([f"train.resume={out / 'checkpoints' / 'step-00000003'}"]))
     assert (out / "checkpoints" / "latest").read_text() == latest
     assert (out / "metrics.jsonl").read_bytes() == metrics
 

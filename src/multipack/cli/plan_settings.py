@@ -14,7 +14,7 @@ from multipack.planning.packing import Method
 from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.other_names import translate
-from multipack.training.run_config import Config, compose, compose_documents, saved_shape
+from multipack.training.run_config import Config, compose, resolve_weights, saved_shape
 from multipack.words import ConfigError, as_text, changed_words, flatten, merge, read_yaml, split
 
 
@@ -183,7 +183,7 @@ def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool)
         ConfigError: a word is invalid, or there are no weights at `train.init_from`.
     """
     shared = [word for word in settings if split(word)[0].partition(".")[0] in ("data", "tokenizer")]
-    config = compose_documents([*training, *(shared if has_documents else [])])
+    config = resolve_weights(compose([*training, *(shared if has_documents else [])]))
     base: dict[str, Any] = {"seed": config.train.seed, "context": config.parallel.context}
     if any(word.startswith("parallel") for word in training):
         base["sync"] = config.parallel.sync

@@ -91,10 +91,10 @@ def prepare(
     from multipack.data.tokenizer import TokenizerConfig
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
-    from multipack.training.run_config import compose_documents
+    from multipack.training.run_config import compose, resolve_weights
 
     console, path = Console(stream=sys.stderr if as_json else None), report
-    composed = compose_documents(words or [])
+    composed = resolve_weights(compose(words or []))
     if path is None:
         sets = validation_sets(composed.data)
         if sets and (store or part != "1/1" or engine != "local"):

@@ -289,15 +289,6 @@ def compose_run(words: Iterable[str]) -> Config:
     return config
 
 
-def compose_documents(words: Iterable[str]) -> Config:
-    """The configuration of a new run for its documents alone: with the tokenizer of train.init_from, not its shape.
-
-    Raises:
-        ConfigError: see `compose`; or there are no weights at train.init_from.
-    """
-    return resolve_weights(compose(words))
-
-
 def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")

@@ -187,10 +187,11 @@ def header_rows(run: Trainer) -> Rows:
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
     style = f"{shape.architecture} in transformers" if shape.architecture else style
     count = sum(map(math.prod, shapes.values()))
-    tokenizer = run.corpus.tokenizer
+    tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)
+    kernels = f", liger ({', '.join(liger)})" if liger else ""
     return [
         ("device", f"{world.device} ({device})"),
-        ("backend", f"{world.backend}, attention {_attention_backend(run)}{_kernels(run)}"),
+        ("backend", f"{world.backend}, attention {_attention_backend(run)}{kernels}"),
         ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -234,6 +235,7 @@ def _adapter_rows(run: Trainer) -> Rows:
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
     matrices = sum(name.endswith(".lora_a") for name in saved)
     whole = f"; trained whole: {', '.join(adapter.train)}" if adapter.train else ""
+    held = f", matrices in {run.config.train.dtype}" if adapter.quantize == "none" else ""
     return [
         (
             "adapter",
@@ -241,7 +243,7 @@ def _adapter_rows(run: Trainer) -> Rows:
             f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)"
             f"{_quantized_text(adapter, shapes, count - trained)}",
         ),
-        ("frozen weights", adapter.base + _frozen_text(run.config)),
+        ("frozen weights", adapter.base + held),
     ]
 
 
@@ -254,11 +256,6 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
     scales = "with double quantization" if double else "with scales in fp32"
     count = codes * FORMATS[adapter.quantize].per_byte
     return f"; {count:,} frozen ones are in {adapter.quantize.upper()} {scales}, {frozen - count:,} are not quantized"
-
-
-def _frozen_text(config: Config) -> str:
-    """The dtype of frozen matrices that are not quantized."""
-    return f", matrices in {config.train.dtype}" if config.adapter.quantize == "none" else ""
 
 
 def _execution(config: Config) -> str:
@@ -363,12 +360,6 @@ def _comparison_rows(found: Comparison) -> Rows:
         ("packed / padded", f"{found.ratio:.2f} x (over {found.steps} pairs of steps)"),
         ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per token)"),
     ]
-
-
-def _kernels(run: Trainer) -> str:
-    """Names of the operations that Liger's kernels compute; empty = none."""
-    names = kernels_of(run.config, run.shape, run.world.device)
-    return f", liger ({', '.join(names)})" if names else ""
 
 
 def _attention_backend(run: Trainer) -> str:

@@ -82,16 +82,13 @@ def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Setting
     for number, each in enumerate(found, 1):
         stores.append(f"{number}-{Path(str(each['path'])).stem}.store")
         given = {name: value for name, value in each.items() if name not in late}
-        words = [shlex.quote(f"data.{name}={_word(value)}") for name, value in given.items()]
+        texts = {name: f"[{','.join(v)}]" if isinstance(v, list) else str(v) for name, v in given.items()}
+        words = [shlex.quote(f"data.{name}={text}") for name, text in texts.items()]
         commands.append(f"multipack prepare {' '.join(words)} {tokenizer} --store {stores[-1]}")
     if len({each.get("overlong") for each in found}) > 1:
         raise NotHonored("documents of one data set are cut and those of another dropped where they are long")
     shared = {name: found[0][name] for name in late if name in found[0]}
     return {"source": "mixture", "paths": stores, **shared}, commands
-
-
-def _word(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
 def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
@@ -147,17 +144,9 @@ def _place(given: Entry) -> Settings:
 # --- forms of records -----------------------------------------------------------------------------------
 
 
-def _alpaca(given: Entry, keys: Entry, kind: str) -> Settings:
-    return {"format": "alpaca"}
-
-
 def _completion(given: Entry, keys: Entry, kind: str) -> Settings:
     field = given.get("field") or given.get("text_column") or "text"
     return {"format": "text", "fields": [str(field)], "overlong": "split"}
-
-
-def _pretraining(given: Entry, keys: Entry, kind: str) -> Settings:
-    return {**_completion(given, keys, kind), "stream": True}
 
 
 def _chat(given: Entry, keys: Entry, kind: str) -> Settings:
@@ -257,9 +246,9 @@ def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
 
 
 FORMS: dict[str, Callable[[Entry, Entry, str], Settings]] = {
-    "alpaca": _alpaca,
+    "alpaca": lambda given, keys, kind: {"format": "alpaca"},
     "completion": _completion,
-    "pretrain": _pretraining,
+    "pretrain": lambda given, keys, kind: _completion(given, keys, kind) | {"stream": True},
     "chat_template": _chat,
     "sharegpt": _chat,
 }
