@@ -117,8 +117,9 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
         pytest.param(["optimizer.name=muon", "train.loss_weighting=document"], marks=pytest.mark.slow),
         pytest.param(["optimizer.name=adamw_8bit"], marks=pytest.mark.slow),
         pytest.param(["optimizer.name=adamw_bf16"], marks=pytest.mark.slow),
+        pytest.param(["data.share_prefixes=all", "data.min_prefix=1"], marks=pytest.mark.slow),
     ],
-    ids=["adamw", "muon", "8bit", "bf16"],
+    ids=["adamw", "muon", "8bit", "bf16", "shared"],
 )
 def test_resuming_is_bit_for_bit(words, tmp_path, files, changed, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
