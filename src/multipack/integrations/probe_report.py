@@ -60,14 +60,12 @@ class IsolationReport:
         """
         if self.findings:
             more = f" (and {len(self.findings) - 1} more: multipack probe)" if self.findings[1:] else ""
-            raise ValueError(f"packed documents are not isolated: {self._effect()}{self.findings[0]}{more}")
+            effect = ""
+            if self.leaks:
+                (source, target), size = max(self.leaks.items(), key=lambda item: item[1])
+                effect = f"document {source + 1} changes document {target + 1} by {size:.2g} of its outputs; "
+            raise ValueError(f"packed documents are not isolated: {effect}{self.findings[0]}{more}")
         return self
-
-    def _effect(self) -> str:
-        if self.leaks:
-            (source, target), size = max(self.leaks.items(), key=lambda item: item[1])
-            return f"document {source + 1} changes document {target + 1} by {size:.2g} of its outputs; "
-        return ""
 
     def __str__(self) -> str:
         if self.ok:

@@ -53,19 +53,15 @@ COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"
 """Names of the number of layers: a longer list with so many entries has one for each layer."""
 
 
-def tiny_config(config: Any, layers: int = 2) -> Any:
-    """A configuration of the same architecture with small sizes.
+def tiny_config(config: Any) -> Any:
+    """A configuration of the same architecture of transformers with small sizes.
 
-    Args:
-        config: a configuration of transformers.
-        layers: number of layers. Kinds of layers are the first ones of the architecture, or all of them if it has more
-            kinds than layers.
+    It has two layers, of the first kinds of the architecture, or one of each kind if there are more.
 
     Raises:
         ValueError: the small sizes contradict each other in this architecture, or other errors of its configuration.
     """
-    values = _shrunk(config.to_dict(), layers)
-    return type(config).from_dict(values)
+    return type(config).from_dict(_shrunk(config.to_dict(), layers=2))
 
 
 def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-import numpy as np
-
 from multipack.data.corpus import load_corpus
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
+from multipack.planning.report import even
 from multipack.reports.console import PLANNING, Console
 from multipack.shapes import ModelShape
 from multipack.training.precision import DTYPES, Timer, decoder_timer
@@ -52,8 +51,10 @@ def calibrate_documents(config: Config, world: World, console: Console) -> tuple
     cost, options = CostModel.from_shape(shape), config.plan.for_ranks(1)
     with console.notice(PLANNING):
         made = make_plan(corpus.train.lengths, options=options, cost=cost, seed=config.train.seed)
-    packs = [made.slots[pack] for step in _spaced(made.num_steps) for pack in made.packs(step) if len(pack)]
-    chosen = [packs[index].tolist() for index in _spaced(len(packs))]
+    packs = [
+        made.slots[pack] for step in even(made.num_steps, PACKS) for pack in made.packs(step) if len(pack)
+    ]
+    chosen = [packs[index].tolist() for index in even(len(packs), PACKS)]
     if len(chosen) < 4:
         raise ValueError(
             f"{len(chosen)} packs are too few to fit a cost and to check it: give more documents, or lower"
@@ -73,11 +74,6 @@ def calibrate_documents(config: Config, world: World, console: Console) -> tuple
         seconds = least_seconds(counted, held_out)
     pairs = zip(held_out, seconds, strict=True)
     return model, sum(abs(model.seconds(pack) - measured) for pack, measured in pairs) / sum(seconds)
-
-
-def _spaced(count: int) -> list[int]:
-    """At most `PACKS` evenly spaced numbers below `count`."""
-    return [int(number) for number in np.unique(np.linspace(0, count - 1, min(count, PACKS)).round())]
 
 
 def calibrate(
