@@ -53,7 +53,7 @@ def later(monkeypatch):
 
 
 def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before_it(words, tmp_path, files, later, reads):
-    train(compose([*words, "train.ema_decay=0.9", f"out={tmp_path / 'later'}"]))
+    train(compose([*words, "train.steps=3", "train.ema_decay=0.9", f"out={tmp_path / 'later'}"]))
     inside = [
         own
         for own in reads
@@ -61,9 +61,9 @@ def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before_it(words, t
     ]
     waits = [own[0] for own in inside if "in values" not in own[0]]  # of Reading: for the step before
     assert not waits
-    assert len(inside) <= 6
+    assert len(inside) <= 3
     found = files(tmp_path / "later")
-    assert [record["step"] for record in found.steps] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in found.steps] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("later")
