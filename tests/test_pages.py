@@ -221,6 +221,7 @@ def folder(written, tmp_path, monkeypatch):
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 2048}
 AXOLOTL = """base_model: models/llama
 datasets: [{path: train.jsonl, ds_type: json, type: completion}]
 sequence_len: 256

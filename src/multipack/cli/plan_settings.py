@@ -141,7 +141,7 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, list[s
     if source:
         settings = [f"data={source}", f"data.path={paths[0]}", *settings]
     settings = _with_files(settings)
-    training = [word for word in settings if _is_of_training(word)]
+    training = [word for word in settings if is_of_training(word)]
     settings = [word for word in settings if word not in training]
     has_documents = any(split(word)[0] in ("data", "data.source") for word in settings)
     base = _base(training, settings, has_documents) if training else {}
@@ -169,7 +169,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
     return [f"{key}={value}" for key, value in given.items()]
 
 
-def _is_of_training(word: str) -> bool:
+def is_of_training(word: str) -> bool:
     """Whether a word is a setting of `multipack train` and none of `multipack plan`."""
     key, _ = translate(*split(word))
     others = {each.name for each in fields(Config)} - {each.name for each in fields(PlanCommand)}

@@ -52,7 +52,7 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
 
 
 class Detail(str):
-    """A note on a choice that others rows of a header show, which only `log.verbose` prints."""
+    """A note on a choice that rows of a header show; only `log.verbose` prints it."""
 
 
 def folded(notes: Sequence[str], most: int) -> list[str]:

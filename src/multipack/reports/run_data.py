@@ -217,20 +217,30 @@ def add_record(found: RunData, record: dict[str, Any]) -> bool:
 
 def communication(found: RunData) -> str:
     """Where the communication of a run's ranks is in the parts of its steps; empty for one process."""
+    texts = []
     if "dtc" in found.steps:
-        return (
+        texts.append(
             "Communication is the synchronization of gradients that computing did not hide: the last backward pass"
             " beyond the pace of the others."
+        )
+    traced = next(
+        (event["communication"] for event in reversed(found.history) if "communication" in event), None
+    )
+    parts: list[Any] = [traced.get(key) for key in ("seconds", "of")] if isinstance(traced, dict) else []
+    if parts and all(isinstance(each, float) for each in parts) and 0 <= parts[0] <= parts[1] < math.inf:
+        share = parts[0] / (parts[1] or 1)
+        texts.append(
+            f"Communication that computing did not hide was {share:.1%} of the time of traced steps."
         )
     rows = found.start.get("run")
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
     parallel = next((str(text)[:200] for name, text in pairs if name == "parallel"), "none")
-    if parallel.startswith("none"):
-        return ""
-    return (
-        f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own: that is known for"
-        " parallel.data=ddp and zero1 only, alone and with two or more micro-batches a step."
-    )
+    if not texts and not parallel.startswith("none"):
+        texts.append(
+            f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"
+            " train.profile=true measures it in three steps."
+        )
+    return " ".join(texts)
 
 
 def read_samples(found: RunData) -> list[tuple[int, str]]:

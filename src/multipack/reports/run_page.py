@@ -347,7 +347,7 @@ def summary_rows(found: RunData) -> Rows:
     ]
     rows += key_figures(found) + plan_figures(found.start.get("plan"))
     if shares:
-        note = communication(found) if "dtc" not in found.steps else ""
+        note = communication(found)
         rows += [("time of a step", shares), *([("communication", note)] if note else [])]
     rows += [("padding instead", note) for note in padding_cost(found)[1]]
     if found.checkpoints:

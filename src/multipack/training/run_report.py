@@ -29,6 +29,7 @@ from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
+from multipack.training.callbacks.profiler import Trace
 from multipack.training.compare import Comparison
 from multipack.training.feed import StreamFeed
 from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
@@ -56,8 +57,12 @@ def print_header(run: Trainer, seconds: float) -> None:
     if run.step >= run.steps:
         console.line(f"\nnothing to train: the run has taken {run.step} steps; raise train.steps to continue")
         return
-    start = f"continuing after step {run.step}" if run.step else "starting"
-    start = f"start-up time {seconds:.1f} s; {start}, {run.steps:,} steps in all"
+    start = (
+        f"continuing after step {run.step:,} of {run.steps:,}"
+        if run.step
+        else f"starting {run.steps:,} steps"
+    )
+    start = f"start-up time {seconds:.1f} s; {start}"
     if run.config.log.verbose:
         _print_details(run, rows, measured)
         for note in run.notes:
@@ -93,7 +98,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
     config, corpus = run.config, run.corpus
     plan = f"{config.plan.packs_per_step} packs of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
-    held = f"; for validation {corpus.validation_files}" if corpus.validation_files else held
+    documents, _, form = rows["corpus"].partition(" (")
     if measured is not None:
         found, share = measured
         filled = "real tokens over slots" if found.slots < found.tokens else "filled"
@@ -109,7 +114,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
             f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters{start}",
         ),
         *((name, rows[name]) for name in ("adapter",) if name in rows),
-        ("documents", f"{rows['corpus']}{held}"),
+        ("documents", documents + held + (f" ({form}" if form else "")),
         ("plan", plan),
         ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
         ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
@@ -117,12 +122,10 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
 
 
 def _left_out(corpus: Corpus) -> list[str]:
-    """`corpus_notes` as one text, if there are any; rows about a mixture are left out."""
-    texts = [
-        text if name == "skipped" else f"{text} ({name.partition(', ')[2]})"
-        for name, text in corpus_notes(corpus)
-        if not name.startswith("mixture")
-    ]
+    """`corpus_notes` as one text, if there are any, those on single documents first; without those on a mixture."""
+    notes = corpus_notes(corpus)
+    texts = [text for name, text in notes if name == "skipped"]
+    texts += [f"{text} ({name.partition(', ')[2]})" for name, text in notes if name.startswith("too long")]
     return [f"left out or changed: {'; '.join(texts)}"] if texts else []
 
 
@@ -171,6 +174,9 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
+    traced = [each.communication for each in run.callbacks if isinstance(each, Trace)]
+    if run.world.size > 1 and any(traced):
+        record["communication"] = traced[0]
     if isinstance(run.feed, StreamFeed) and run.feed.ended:
         stream = run.feed.stream
         record |= {"documents": stream.position, "dropped": stream.left.tolist()}

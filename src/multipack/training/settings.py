@@ -94,7 +94,7 @@ class TrainConfig:
     min_improvement: float = 0.0
     """Decrease of the validation loss that counts as better."""
     profile: bool = False
-    """Write a torch trace of three steps, after the first two, to the run directory."""
+    """Write a torch trace of three steps, after the first two, to the run directory, and time their communication."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
