@@ -130,13 +130,6 @@ class PackedCollator:
             packed, targets = PackedTree.of(tree, sizes, shifted)
             owner = np.repeat(np.arange(len(documents)), counts)  # document of each target
         own = np.array([document.weight for document in documents], dtype=np.float64)
-        denominator = denominator_of(counts, self.loss_weighting, own if self.weighted else None)
-        weights = None
-        if self.loss_weighting == "document":
-            own /= np.maximum(counts, 1)
-        if self.weighted or self.loss_weighting == "document":
-            own = np.append(own, 0.0).astype(np.float32)  # the weight of padding
-            weights = torch.from_numpy(own[owner] * (targets != IGNORE))
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
@@ -148,10 +141,20 @@ class PackedCollator:
             num_target_tokens=int(counts.sum()),
             lengths=tuple(sizes),
             longest=max(lengths, default=0),
-            denominator=denominator,
-            weights=weights,
+            denominator=denominator_of(counts, self.loss_weighting, own if self.weighted else None),
+            weights=self._weights(own, counts, owner, targets),
             tree=packed,
         )
+
+    def _weights(
+        self, own: NDArray[np.float64], counts: Integers, owner: Integers, targets: Integers
+    ) -> Tensor | None:
+        """Weights of targets, from those of documents, their numbers of targets, and the document of each target."""
+        if not self.weighted and self.loss_weighting != "document":
+            return None
+        each = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
+        each = np.append(each, 0.0).astype(np.float32)  # the weight of padding
+        return torch.from_numpy(each[owner] * (targets != IGNORE))
 
     def _tree(self, documents: Sequence[Document]) -> PrefixTree | None:
         """The trees of the documents; None if no tokens are shared."""

@@ -302,10 +302,10 @@ def plan(
     steps = None if steps is None else check_integer("steps", steps)
     check_choice("loss_weighting", loss_weighting, LossWeighting)
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
-    items = lengths if isinstance(lengths, Items) else None
+    items = None
     if isinstance(lengths, Items):
-        targets, weights, carried = lengths.targets, lengths.weights, lengths.carried_in
-        checked = check_lengths(lengths.lengths)  # of a pair, both answers: distinct tokens may be fewer
+        items, targets, weights, carried = lengths, lengths.targets, lengths.weights, lengths.carried_in
+        checked = check_lengths(items.lengths)  # of a pair, both answers: distinct tokens may be fewer
     else:
         checked = check_lengths(lengths, chosen.capacity, chosen.align)
     counts = None if targets is None else check_targets(targets, checked)
