@@ -66,7 +66,7 @@ def blocks_of(text):
     for language, block in FENCED.findall(text):
         if language in ("", "bash", "sh"):
             lines = block.replace("\\\n", " ").splitlines()
-            yield [line for line in lines if re.match(r"(multipack|python|pip|make|git)\s", line)]
+            yield [line for line in lines if re.match(r"(multipack|python|pip|make|git|mkdir)\s", line)]
 
 
 def commands_of(text):
@@ -123,7 +123,9 @@ def run(command):
     """
     words, _, target = command.partition(" > ")
     words = shlex.split(words, comments=True)
-    if words[:2] == ["multipack", "launch"] and "--dry-run" not in words:
+    if words[0] == "mkdir":
+        code, output = 0, str(Path(words[1]).mkdir() or "")
+    elif words[:2] == ["multipack", "launch"] and "--dry-run" not in words:
         code, output = launched(shortened(words[1:]))
     elif words[0] == "multipack" and words[1] not in ("watch", "bench"):
         code, output = called(shortened(words[1:]))
@@ -220,7 +222,7 @@ def folder(written, tmp_path, monkeypatch):
     return tmp_path
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 2048}
 AXOLOTL = """base_model: models/llama
 datasets: [{path: train.jsonl, ds_type: json, type: completion}]
