@@ -268,19 +268,14 @@ def _objective(request: EvaluationRequest, corpus: Corpus) -> Objective:
 
 def _sets(corpus: Corpus, losses: dict[str, float], tokens: bool) -> list[SetLoss]:
     """The losses with the numbers of their documents and targets; `tokens`: they are means over tokens."""
-    documents, first, parts = corpus.validation, 0, {"": (0, len(corpus.validation))}
+    first, parts, targets = 0, {"": (0, len(corpus.validation))}, corpus.validation.target_counts
     for name, count in corpus.sources:
-        parts[name] = (first, first + count)
+        parts[f"/{name}"] = (first, first + count)
         first += count
-    targets = documents.target_counts
-    return [
-        SetLoss(
-            name,
-            stop - start,
-            int(targets[start:stop].sum()),
-            loss := losses[f"/{name}" if name else ""],
-            math.exp(min(loss, 700.0)) if tokens else None,
-        )
-        for name, (start, stop) in parts.items()
-        if (f"/{name}" if name else "") in losses
-    ]
+    found = []
+    for key, (start, stop) in parts.items():
+        if (loss := losses.get(key)) is not None:
+            perplexity = math.exp(min(loss, 700.0)) if tokens else None
+            own = int(targets[start:stop].sum())
+            found.append(SetLoss(key.removeprefix("/"), stop - start, own, loss, perplexity))
+    return found
