@@ -189,7 +189,7 @@ def test_linear_layers_and_experts_are_quantized_and_nothing_else(kind, name, si
     save_model(kind, tmp_path / "rounded", change=partial(dequantize, FORMATS[name].quantize), **sizes)
     words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
     part, whole, other = (tmp_path / out for out in ("part", "whole", "other"))
-    train(compose_run([*words, f"out={whole}"]))
+    train(compose_run([*words, "log.verbose=true", f"out={whole}"]))
     count = sum(each.numel() for each in quantized_matrices(base))
     rest = len(torch.nn.utils.parameters_to_vector(base.parameters())) - count
     rest += sum(each.numel() for name, each in base.named_buffers() if name.endswith("correction_bias"))

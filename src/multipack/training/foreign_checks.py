@@ -18,16 +18,13 @@ from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, foreign_shape, open_foreign, read_config
 from multipack.ops.loss import linear_log_probabilities
-from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit, between transformers' forward pass and `Decoder`'s."""
 FOREIGN_NOTES = [
-    Detail(
-        "the model's code is that of transformers: documents of a pack are isolated (probed on a tiny model of it);"
-        " auxiliary losses of routers are not added; samples need an export"
-    )
+    "the model's code is that of transformers: documents of a pack are isolated (probed on a tiny model of it);"
+    " auxiliary losses of routers are not added; samples need an export"
 ]
 """Notes for the header of a run."""
 _FREE = ("architecture", "vocabulary_size")

@@ -241,7 +241,7 @@ def adapt_weights(
         setting: the setting that names these weights, for messages.
 
     Returns:
-        A function that reads a parameter, and a note for the header of the run: a `Detail` if no row is new.
+        A function that reads a parameter, and a note for the header of the run: a `Detail` if nothing is new.
 
     Raises:
         ValueError: the shape or the tokenizer differs; the message names the settings.
@@ -269,9 +269,10 @@ def adapt_weights(
         note += f" (step {initial.step:,})"
     if shape.scores and not initial.shape.scores:
         note += "; the head of scores is new and starts at 0"
-    if not added:
-        return read, Detail(note)
-    return read, f"{note}; {added:,} rows of the vocabulary are new and start as the mean of the others"
+    if added:
+        note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
+    has_new = added or (shape.scores and not initial.shape.scores)
+    return read, note if has_new else Detail(note)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
