@@ -127,7 +127,7 @@ def test_a_run_resumes_and_its_export_loads(recompute, tmp_path, capsys):
     save_model("mixtral", tmp_path / "base")
     words = [*run_words(tmp_path, tmp_path / "base"), f"train.recompute={recompute}"]
     whole, part = tmp_path / "whole", tmp_path / "part"
-    train(compose_run([*words, f"out={whole}"]))
+    train(compose_run([*words, "log.verbose=true", f"out={whole}"]))
     assert "auxiliary losses of routers are not added" in " ".join(capsys.readouterr().out.split())
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints" / "step-00000004")
