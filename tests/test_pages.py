@@ -281,6 +281,8 @@ def filled(prepared, tmp_path, monkeypatch):
     """A copy of that folder, which is the working directory."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    # A cache of compiled code that another version wrote calls its operators.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     return tmp_path
 
 
@@ -348,12 +350,7 @@ def counting():
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        pytest.param(
-            command,
-            shown,
-            id=command[28:],
-            marks=pytest.mark.slow,
-        )
+        pytest.param(command, shown, id=command[28:], marks=pytest.mark.slow)
         for _, command, shown in CONSOLES
         if COUNTED.match(command)
     ],
