@@ -29,6 +29,7 @@ def test_one_of_two_new_runs_wins(tmp_path, words, outcome):
             lost.append([each.error for each in ended])
         if {path.name for path in out.iterdir()} != {
             "config.yaml",
+            "documents.jsonl",
             "checkpoints",
             "metrics.jsonl",
             "samples.txt",
