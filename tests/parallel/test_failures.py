@@ -179,8 +179,9 @@ SECOND, THIRD = "forward pass of micro-batch 2", "backward pass of micro-batch 3
 )
 def test_the_ranks_that_are_last_are_named_with_their_stage(watch, ends, places, expected):
     """All ranks have heartbeats, and under nccl the others wait in the driver."""
-    for rank, place in enumerate(places):
-        watch(rank, len(places), blocks=True, timeout_seconds=1.0).place = place
+    ranks = [watch(rank, len(places), blocks=True) for rank in range(len(places))]
+    for each, place in zip(ranks, places, strict=True):
+        each.place, each._timeout_seconds = place, 1.0  # none is late because it was made late
     assert ends.get(timeout=10) == f"{expected} within parallel.timeout_seconds=1"
 
 
