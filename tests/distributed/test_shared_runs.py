@@ -15,7 +15,6 @@ from multipack.training.train import train
 def run(words, tmp_path):
     """Words of a run of 12 documents, or pairs, and those of its own; a step has all of them, in any packs."""
     own = [
-        "plan.packs_per_step=4",
         "train.steps=2",
         "train.eval_every=2",
         "train.checkpoint_every=2",
@@ -36,9 +35,9 @@ def run(words, tmp_path):
         ]
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        changed = {word.partition("=")[0] for word in own} | {"data.path"}
+        changed = {word.partition("=")[0] for word in own} | {"data.path", "plan.packs_per_step"}
         kept = [word for word in words if word.partition("=")[0] not in changed]
-        return [*kept, *own, f"data.path={file}", *more]
+        return [*kept, *own, f"plan.packs_per_step={16 if pairs else 4}", f"data.path={file}", *more]
 
     return make
 
