@@ -332,6 +332,7 @@ CONSOLES = [
     for page, path in PAGES.items()
     for command, output in consoles_of(path.read_text())
 ]
+SAVED = re.compile(r"saved for backward, at most +([\d,]+)")
 COUNTED = re.compile(r"python benchmarks/method\.py -n (\d) (.*)")
 
 
@@ -360,7 +361,11 @@ def test_counted_steps(command, shown, counting):
     size, words = COUNTED.match(command).groups()
     with contextlib.redirect_stdout(io.StringIO()) as found:
         main(["-n", size, *words.split()], pools(int(size)))
-    assert found.getvalue().strip("\n") == shown.rstrip("\n")
+    lines, saved = zip(*(SAVED.subn("", text.strip("\n")) for text in (found.getvalue(), shown)), strict=True)
+    assert lines[0] == lines[1]
+    assert saved == (1, 1)
+    peaks = [int(SAVED.search(text)[1].replace(",", "")) for text in (found.getvalue(), shown)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)  # stages differ in what they free first
 
 
 @pytest.mark.parametrize(
@@ -373,7 +378,8 @@ def test_counted_steps(command, shown, counting):
 )
 def test_outputs_are_those_shown(command, shown, folder, monkeypatch):
     monkeypatch.setitem(globals(), "SMALL", {})
-    code, output = run(command)
+    ranks = command.startswith("multipack launch")  # which print in processes of their own
+    code, output = started(["-m", *shlex.split(command)]) if ranks else run(command)
     assert code == 0, output
     assert matches(output, shown), output
 
