@@ -78,7 +78,7 @@ class _Process:
                 answer = running.stdout.readline()
             except BrokenPipeError:  # it was killed before
                 answer = b""
-            except BaseException:  # such as Ctrl-C: an answer that nobody reads would follow
+            except BaseException:  # such as Ctrl-C: its answer would be read as that to the next request
                 running.kill()
                 raise
             if answer.endswith(b"\n"):

@@ -50,7 +50,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 MISSING = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 """Values of settings that a configuration needs and leaves empty."""
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks")
-"""Names of the number of layers: a longer list with so many entries has one for each layer."""
+"""Names of the number of layers: a longer list with that many entries holds a value for each layer."""
 
 
 def tiny_config(config: Any) -> Any:
