@@ -208,7 +208,7 @@ def test_documents_are_planned_as_training_does(run, tmp_path, monkeypatch):
     ]
     assert len({each["fingerprint"] for each in same}) == 1
     assert same[0]["documents"] == 54
-    for row in ("validation          6 documents", "too long            1 documents longer than 128 tokens"):
+    for row in ("validation          6 documents", "too long            1 document longer than 128 tokens"):
         assert f"  {row}" in shown
     command = shown.splitlines()[-1].strip()
     assert command.startswith(f"multipack train data=jsonl data.path={file} data.overlong=truncate")

@@ -311,8 +311,8 @@ def test_the_summary_counts_documents_that_have_arrived(stream):
             "too long, training",
             "30 documents longer than 4 tokens truncated (240 tokens; targets cut off in 30)",
         ),
-        ("skipped", "1 empty documents: set:31"),
-        ("skipped", "1 broken rows: set:32"),
+        ("skipped", "1 empty document: set:31"),
+        ("skipped", "1 broken row: set:32"),
     ]
 
 

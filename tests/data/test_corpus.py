@@ -51,7 +51,7 @@ def test_preference_pairs(config, text_file):
     lines = [json.dumps({"prompt": f"Q{n}", "chosen": "good" * n, "rejected": "bad"}) for n in range(21)]
     corpus = load_corpus(config(source="jsonl", path=text_file("\n".join(lines), "p.jsonl")), BYTE, limit=128)
     assert (len(corpus.train), len(corpus.validation)) == (18, 2)
-    assert corpus.skipped[0].startswith("1 pairs with an empty answer: ")
+    assert corpus.skipped[0].startswith("1 pair with an empty answer: ")
     assert all(prompt.startswith("Q") for prompt in corpus.prompts)
     chosen, rejected = corpus.train.pair(0)
     assert chosen.tokens.tolist() == [*b"Q2\ngoodgood", 256]

@@ -176,7 +176,7 @@ def test_bad_input_leaves_no_store(config, text_file, tmp_path):
     other = config(source="text", path=text_file("ab\n\nax", "other.txt"), documents="blank_line")
     for data, tokenizer, complaint in (
         (bad, BYTE, r"bad\.jsonl, line 2"),
-        (empty, BYTE, r"empty\.txt: there are no documents \(1 empty documents: empty\.txt#1\)"),
+        (empty, BYTE, r"empty\.txt: there are no documents \(1 empty document: empty\.txt#1\)"),
         (other, letters, r"other\.txt:3: .* does not know 'x'"),
     ):
         with pytest.raises(ValueError, match=complaint):

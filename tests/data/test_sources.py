@@ -434,7 +434,7 @@ def test_broken_records_are_all_named_or_left_out(config, text_file):
     store = TokenStore(prepare(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte")))
     assert (store.num_documents, store.skipped) == (7, {"broken lines": 4, "empty completions": 1})
     corpus = load_corpus(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte"), limit=99)
-    assert corpus.skipped == ["4 broken lines: chats.jsonl:3, 5, 9, 11", "1 empty completions: chats.jsonl:7"]
+    assert corpus.skipped == ["4 broken lines: chats.jsonl:3, 5, 9, 11", "1 empty completion: chats.jsonl:7"]
     with pytest.raises(ValueError, match="not JSON"):  # the store of `skip` is not that of `error`
         prepare(config(source="jsonl", path=path), TokenizerConfig("byte"))
 

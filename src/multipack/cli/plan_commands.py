@@ -18,6 +18,7 @@ from multipack.cli.command_options import (
     settings_argument,
     settings_option,
 )
+from multipack.data.skipped import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -373,7 +374,7 @@ def _pack_rows(
         ("packs", f"{len(packs):,} of at most {command.plan.capacity:,} tokens, by {command.method}"),
         ("proven bound", f"{bound:,} packs are a lower bound: {proven}"),
         ("filled", f"{tokens / (len(packs) * command.plan.capacity):.4%} of the slots hold tokens"),
-        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
+        ("largest pack", counted(int(packs.sizes().max()), "documents")),
         ("packed in", f"{seconds:.3f} s"),
         *([("written to", command.out)] if command.out else []),
     ]

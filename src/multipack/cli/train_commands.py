@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from multipack.cli.command_options import Json, Settings, Words, fail, option, print_json, settings_option
+from multipack.data.skipped import counted
 
 if TYPE_CHECKING:
     from multipack.data.shown import Shown
@@ -153,9 +154,7 @@ def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
     longer = int((documents.lengths > limit).sum())
     policy = store.header.overlong if data.overlong == "auto" else data.overlong
     if longer and policy == "error":
-        fit = (
-            f"{longer:,} documents have more than {limit:,} tokens: set data.overlong, or raise plan.capacity"
-        )
+        fit = f"{counted(longer, 'documents')} of more than {limit:,} tokens: set data.overlong, or raise plan.capacity"
     else:
         documents, report = documents.fit(limit, policy, data.overlap, data.repeat_prompt)
         fit = report.describe()

@@ -22,6 +22,7 @@ import numpy as np
 
 from multipack.data.documents import Documents
 from multipack.data.overlong import Integers
+from multipack.data.skipped import counted
 from multipack.planning.steps import permutation
 
 MOST_DOCUMENTS = 1 << 30
@@ -47,7 +48,7 @@ class Share:
             f"{self.documents:,} documents, {self.tokens:,} tokens: {self.actual:.2%} of the mixture (requested"
             f" {self.requested:.2%}), {self.documents / self.available:.2f} times its {self.available:,} documents"
         )
-        return text + (f"; {self.left_out:,} documents left out" if self.left_out else "")
+        return text + (f"; {counted(self.left_out, 'documents')} left out" if self.left_out else "")
 
 
 def mix(

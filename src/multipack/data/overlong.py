@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.data.skipped import counted
+
 Integers = NDArray[np.int64]
 Pieces = NDArray[np.void]
 """Rows of type `PIECE`."""
@@ -117,7 +119,7 @@ class FitReport:
             result = POLICIES[self.policy][1].format(pieces=self.pieces, tokens=self.tokens)
             if self.cut_answers:
                 result = f"{result.removesuffix(')')}; targets cut off in {self.cut_answers:,})"
-            found.append(f"{self.documents:,} documents longer than {self.limit:,} tokens {result}")
+            found.append(counted(self.documents, f"documents longer than {self.limit:,} tokens {result}"))
         if self.without_targets:
-            found.append(f"{self.without_targets:,} documents or pieces without a target")
+            found.append(counted(self.without_targets, "documents or pieces without a target"))
         return "; ".join(found)

@@ -24,7 +24,7 @@ from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, StoreHeader
-from multipack.data.skipped import skipped_lines
+from multipack.data.skipped import counted, skipped_lines
 from multipack.data.sources import Source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
@@ -185,7 +185,9 @@ def _write_part(
             return
         if writer.read:
             tokens = sum(len(shard.tokens) for shard in writer.shards)
-            report(f"{writer.read:,} documents ({tokens:,} tokens) remain from an interrupted prepare")
+            report(
+                f"{counted(writer.read, 'documents')} ({tokens:,} tokens) kept from an interrupted prepare"
+            )
         items, characters = items_of(source), BATCH_CHARACTERS
         if shards and source.unit == "bytes":  # a small source has small batches, for as many shards
             characters = max(1, min(characters, source.total // shards // 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
@@ -10,6 +11,17 @@ MOST_PLACES = 20
 """Places that are kept for each reason."""
 Places = dict[str, list[str]]
 """Reason → names of the first entries that were left out for it, such as `train.jsonl:17`."""
+
+
+def counted(count: int, nouns: str) -> str:
+    """Return `2,000 broken lines`, or `1 broken line`.
+
+    Args:
+        count: the number.
+        nouns: text; its first word that ends in "s" is the plural noun, as in "documents without tokens".
+    """
+    singular = re.sub(r"(?<=s)es\b|s\b", "", nouns, count=1)
+    return f"{count:,} {singular if count == 1 else nouns}"
 
 
 def add_places(places: Places, reason: str, names: Iterable[str]) -> None:
@@ -24,7 +36,7 @@ def skipped_lines(skipped: Mapping[str, int], places: Mapping[str, list[str]]) -
     for reason, count in skipped.items():
         names = places.get(reason, [])[:count]
         more = f" and {count - len(names):,} more" if count > len(names) else ""
-        lines.append(f"{count:,} {reason}" + (f": {grouped(names)}{more}" if names else ""))
+        lines.append(counted(count, reason) + (f": {grouped(names)}{more}" if names else ""))
     return lines
 
 

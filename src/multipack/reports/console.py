@@ -84,6 +84,8 @@ class Console:
         out = stream or sys.stdout
         self._is_terminal = bool(getattr(out, "isatty", lambda: False)())
         self.columns = shutil.get_terminal_size((80, 24)).columns
+        self.printed = 0
+        """Lines printed so far."""
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
@@ -95,6 +97,7 @@ class Console:
             stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
         self._rich.print(Text(text, style=style))
+        self.printed += text.count("\n") + 1
 
     def marked(self, parts: Sequence[TextPart]) -> None:
         """Print a text whose targets are in inverse video, and special tokens in bold; in ⟦…⟧ without a terminal."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from multipack.data.skipped import counted
 from multipack.machine import import_extra
 
 COLORS = "viridis"
@@ -50,7 +51,7 @@ def headline(view: dict[str, Any]) -> str:
     return (
         f"{view['documents']:,} documents in {view['packs']:,} packs of {view['capacity']:,} tokens"
         f" (at least {view['minimum_packs']:,}), {view['steps']:,} steps (at least {view['minimum_steps']:,}),"
-        f" {view['ranks']:,} rank{'s' if view['ranks'] > 1 else ''}"
+        f" {counted(view['ranks'], 'ranks')}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import multipack
 from multipack.atomic import write_atomically
+from multipack.data.skipped import counted
 from multipack.reports.curve import text_curve
 from multipack.reports.run_data import Columns, RunData, communication, read_run
 from multipack.reports.web_page import web_page
@@ -296,7 +297,7 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
     for event in found.history:
         text = str(event.get("parallel", "") if event.get("event") == "start" else event.get("reason", ""))
         if event.get("event") == "start" and not math.isnan(count := _number(event.get("world_size"))):
-            text = f"{count:.0f} process{'es' if count != 1 else ''}, {text}"
+            text = f"{counted(round(count), 'processes')}, {text}"
         step = _number(event.get("step"))
         events.append(
             {

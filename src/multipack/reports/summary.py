@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multipack.data.skipped import skipped_lines
+from multipack.data.skipped import counted, skipped_lines
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ def report_rows(
         *_shared_row(report),
         *(_balance_rows(report, ranks) if ranks > 1 else []),
         *_order_rows(report),
-        ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
+        (
+            "dropped",
+            f"{counted(report.dropped_documents, 'documents')}, {counted(report.dropped_tokens, 'tokens')}",
+        ),
         *_count_row("carried", report.carried_documents, "documents, trained first in the next epoch"),
         *_count_row("split", report.split_documents, "documents longer than a pack, truncated or split"),
         ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
@@ -135,7 +138,7 @@ def corpus_rows(corpus: Corpus) -> Rows:
     """Return rows about documents that are not in the plan, or trained otherwise than they seem to be."""
     held, fit = len(corpus.validation), corpus.train_fit.describe()
     return [
-        *([("validation", f"{held:,} documents are kept for it")] if held else []),
+        *([("validation", f"{counted(held, 'documents')} kept for it")] if held else []),
         *([("too long", fit)] if fit else []),
         *(("left out", line) for line in corpus.skipped),
         *(("warning", text) for text in corpus.train.store.warnings),
@@ -329,15 +332,15 @@ def audit_rows(found: Audit) -> Rows:
     for each in found.epochs:
         whole = f" of {each.planned:,}" if each.planned is not None else ""
         total = f" of {each.total:,}" if each.total is not None else ""
-        parts = [f"{each.trained:,} documents trained{total} in {each.steps:,}{whole} steps"]
-        counted = {
+        parts = [f"{counted(each.trained, 'documents')} trained{total} in {each.steps:,}{whole} steps"]
+        counts = {
             "carried in": each.carried_in,
             "carried into the next": each.carried,
             "dropped": each.dropped,
             "repeated": each.repeated,
             "lost": each.lost,
         }
-        parts += [f"{count:,} {name}" for name, count in counted.items() if count]
+        parts += [f"{count:,} {name}" for name, count in counts.items() if count]
         exact = not (each.repeated or each.lost)
         state = (
             "each exactly once"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from multipack.data.skipped import counted
 from multipack.planning.lengths import check_integer
 
 if TYPE_CHECKING:
@@ -106,9 +107,8 @@ def draw_trees(
     ]
     for number, (pack, rows) in enumerate(zip(packs, drawn, strict=False)):
         used, held = int(plan.slots[pack].sum()), sum(row.length for row in rows)
-        lines.append(
-            f"pack {number}: {len(rows):,} documents of {held:,} tokens in {used:,} of {plan.capacity:,} slots"
-        )
+        documents = counted(len(rows), "documents")
+        lines.append(f"pack {number}: {documents} of {held:,} tokens in {used:,} of {plan.capacity:,} slots")
         for place, row in enumerate(rows[:max_documents]):
             shared, end = (size + scale // 2 for size in row)
             own = max(end // scale - shared // scale, 1)

@@ -30,6 +30,7 @@ from multipack.data.collate import PackedCollator, PreferenceCollator, Preferenc
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
 from multipack.data.sampler import PackedBatchSampler
+from multipack.data.skipped import counted
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.objectives import check_options, find_loss
 from multipack.models.preference import PreferenceDecoder
@@ -223,7 +224,7 @@ class Preferences(Objective):
                     for name, view in documents.items()
                 }
             count = sum(map(len, values.values()))
-            notes.append(Detail(f"reference log-probabilities of {count:,} pairs computed"))
+            notes.append(Detail(f"reference log-probabilities of {counted(count, 'pairs')} computed"))
             self.run_files = {REFERENCE: save(values)}
         return [PreferencePairs(view, values[name]) for name, view in documents.items()], notes
 

@@ -16,7 +16,7 @@ import torch
 
 import multipack
 from multipack.data.corpus import Corpus
-from multipack.data.skipped import skipped_lines
+from multipack.data.skipped import counted, skipped_lines
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.ops.lora import FORMATS
@@ -42,7 +42,7 @@ from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
 HEADER_LINES = 8
-"""Lines of a brief header before its last one; the evaluation before the first step adds one."""
+"""Lines that a run prints before the last line of a brief header; the evaluation before the first step adds one."""
 
 
 def print_header(run: Trainer, seconds: float) -> None:
@@ -73,9 +73,10 @@ def print_header(run: Trainer, seconds: float) -> None:
         for name, text in brief:
             console.line(f"  {name:<9}  {textwrap.shorten(text, LINE - 13, placeholder=' …')}")
         notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
-        for line in folded([*_left_out(run.corpus), *notes], HEADER_LINES - len(brief)):
+        for line in folded([*_left_out(run.corpus), *notes], max(HEADER_LINES - console.printed, 1)):
             console.line(line)
-        console.line(f"{start} in {run.run.path}; log.verbose=true prints more")
+        start, more = f"{start} in {run.run.path}", "; log.verbose=true prints more"
+        console.line(start + more if len(start + more) <= LINE else start)
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
@@ -103,7 +104,9 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
         found, share = measured
         filled = "real tokens over slots" if found.slots < found.tokens else "filled"
         plan += f": {found.efficiency:.1%} {filled} (padded rows: {share:.1%})"
-        plan += f"; {found.dropped_documents:,} documents dropped" if found.dropped_documents else ""
+        plan += (
+            f"; {counted(found.dropped_documents, 'documents')} dropped" if found.dropped_documents else ""
+        )
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
     divided = rows["parallel"].removeprefix("none: ")
     parallel = "" if divided == "one process" else f"; {divided}"
@@ -188,7 +191,7 @@ def header_rows(run: Trainer) -> Rows:
     world, config, shape = run.world, run.config, run.shape
     parameters, shapes = meta_parameters(run.engine.shapes, run.engine.saved), parameter_shapes(shape)
     threads = torch.get_num_threads()
-    cpu = f"{threads} thread{'s' if threads > 1 else ''}"
+    cpu = counted(threads, "threads")
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
     style = f"{shape.architecture} in transformers" if shape.architecture else style
@@ -198,7 +201,7 @@ def header_rows(run: Trainer) -> Rows:
     return [
         ("device", f"{world.device} ({device})"),
         ("backend", f"{world.backend}, attention {_attention_backend(run)}{kernels}"),
-        ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
+        ("world size", counted(world.size, "processes")),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
         ("launcher", f"{world.launcher}: {world.command}"),
@@ -338,7 +341,9 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens, {feed.micro_batches} per"
         f" {rank}, one micro-batch each"
     )
-    held = f"{len(corpus.validation):,} documents, {corpus.validation.num_tokens:,} tokens"
+    held = (
+        f"{counted(len(corpus.validation), 'documents')}, {counted(corpus.validation.num_tokens, 'tokens')}"
+    )
     held += f": {corpus.validation_files}" if corpus.validation_files else ""
     return [*rows, ("step", step), ("validation", held), *corpus_notes(corpus)]
 
