@@ -23,7 +23,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -119,7 +120,8 @@ class Pool:
             ours, theirs = context.Pipe()
             place = (rank, self.size, port, self.timeout_seconds, theirs)
             process = context.Process(target=_serve, args=place, daemon=True)
-            process.start()
+            with _importable(Path(__file__).parent):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -132,6 +134,23 @@ class Pool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Context in which processes that start can import the modules of a folder.
+
+    The server of pools does not get sys.path (CPython 3.11), and skips modules that it cannot import in silence.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: Any) -> None:
