@@ -112,10 +112,10 @@ def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
 
 def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
     words = ["plan.capacity=2048", "plan.group=false", "plan.micro_batches=3", "plan.window=8"]
-    shown = run("plan", str(lengths_file), *words, "seed=4", "world_size=16").output.splitlines()[-1]
-    launch, _, settings = shown.strip().partition(" train data=… ")
+    shown = run("plan", str(lengths_file), *words, "seed=4", "world_size=8", "context=2")
+    launch, _, settings = shown.output.splitlines()[-1].strip().partition(" train data=… ")
     assert launch == "multipack launch -n 16 --"
-    assert sorted(settings.split()) == sorted([*words, "train.seed=4"])
+    assert sorted(settings.split()) == sorted([*words, "train.seed=4", "parallel.context=2"])
 
 
 def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path):

@@ -53,6 +53,7 @@ def test_names_of_other_tools_map_to_one_field():
         ("optimizer.gas=4", "plan.micro_batches", 4),
         ("optimizer.learning_rate=0.001", "optimizer.lr", 0.001),
         ("data=shakespeare", "tokenizer.kind", "char"),
+        ("preference.loss=dpo", "preference.loss", "sigmoid"),
         ("learning_rate=0.001", "optimizer.lr", 0.001),  # transformers' and peft's, alone or in a group
         ("train.num_train_epochs=3", "train.epochs", 3.0),
         ("max_length=1024", "plan.capacity", 1024),

@@ -218,6 +218,8 @@ def training_command(documents: str, command: PlanCommand, training: Sequence[st
     words = [documents] if documents else [f"data={command.data.source}"]
     words += changed_words("data", command.data, replace(DataConfig(), source=command.data.source))
     more = [word for word in training if not word.startswith("train.seed=")]
+    if command.context > 1 and not any(word.startswith("parallel.context=") for word in more):
+        more.append(f"parallel.context={command.context}")
     if not any(word.startswith("train.init_from=") for word in more):
         words += changed_words("tokenizer", command.tokenizer, TokenizerConfig())
     words.append(f"plan.capacity={command.plan.capacity}")

@@ -324,7 +324,7 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
         return built_in_template(name or "chatml", own.eos_token)
     special, end_tokens = tuple(data.special_tokens) or own.special_tokens, (own.bos_token, own.eos_token)
     if not name:
-        return ChatTemplate(own.chat_template, special, *end_tokens, f"the template of {tokenizer.name}")
+        return ChatTemplate(own.chat_template, special, *end_tokens, "the tokenizer's template")
     try:
         source = read_text(Path(name).expanduser())
     except (OSError, ValueError) as error:

@@ -277,9 +277,12 @@ def launch(
                 request = replace(request, port=listener.getsockname()[1])
     command, layout = launch_command(request, allocation), lay_out(request, allocation)
     check(layout.nodes * layout.per_node)
-    print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
-    if not dry_run:
-        become(command)
+    if dry_run:
+        print(shlex.join(command))
+        return
+    launcher, processes = choose_launcher(request, allocation, layout), f"{layout.nodes} × {layout.per_node}"
+    print(f"{processes} processes by {launcher}; --dry-run prints the command", file=sys.stderr, flush=True)
+    become(command)
 
 
 def become(command: Sequence[str]) -> NoReturn:

@@ -40,7 +40,7 @@ class SubmitRequest:
     def __post_init__(self) -> None:
         """Check what could break the script."""
         if self.scheduler not in ("slurm", "pbs"):
-            raise ValueError(f"--scheduler {self.scheduler or '…'}: must be slurm or pbs")
+            raise ValueError(f"--scheduler {self.scheduler or 'is not given'}: must be slurm or pbs")
         if not self.words:
             raise ValueError(
                 "nothing to run: write the command after --, as in `multipack submit … -- train`"

@@ -122,7 +122,7 @@ class Console:
         indent = 2 + sum(width + 2 for width in widths)
         if title:
             self.line()
-            self.line(title, style="bold")
+            self.line(title if self.all_ranks else wrapped(title, self.columns), style="bold")
         for *cells, last in rows:
             shown = last if self.all_ranks else wrapped(last, self.columns, indent)
             aligned = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
@@ -157,8 +157,9 @@ class Console:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[note]}"),
             console=self._rich,
             transient=True,

@@ -63,6 +63,7 @@ VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("train.dtype", "float32"): "fp32",
     ("data", "shakespeare"): "shakespeare_char",
     ("parallel.data", "DDP"): "ddp",
+    ("preference.loss", "dpo"): "sigmoid",
 }
 """(setting here, value elsewhere) → value here."""
 

@@ -24,7 +24,7 @@ from multipack.ops.quantized import part_names
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
-from multipack.reports.console import LINE, Detail, folded
+from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.shapes.adapter import AdapterConfig
@@ -164,12 +164,12 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         found += run.val_losses.items()
         shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
         loss = loss_text(run.val_loss, tokens=not run.objective.legend)
-        last = [f"{', '.join([f'final {loss}', *shown])} after {run.step} steps"]
+        last = [wrapped(f"{', '.join([f'final {loss}', *shown])} after {run.step} steps", LINE)]
     if run.files.log is not None:
         reason = stopped_by.name if stopped_by is not None else run.ending
         run.files.log.event("end", end_record(run, reason, comparison))
         last.append(f"page of this run: {write_page(folder)}")
-    console.line(f"\n{'; '.join(last)}")
+    console.line("\n" + "\n".join(last))
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
