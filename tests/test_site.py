@@ -49,3 +49,18 @@ def test_every_name_of_a_host_in_the_pages_is_in_the_reference():
     }
     assert len(found) >= 10
     assert not [name for name in found if f".{name}\n" not in reference]
+
+
+def test_the_reference_describes_one_argument_a_line():
+    """mkdocstrings warns of others, and the site is built without warnings."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    wrong, checked = [], 0
+    for module in {name.rpartition(".")[0] for name in re.findall(r"^::: (multipack\..+)$", reference, re.M)}:
+        file = ROOT / "src" / (module.replace(".", "/") + ".py")
+        text = file.read_text() if file.is_file() else ""
+        for indent, items in re.findall(r'^( +)Args:\n(.+?)(?=\n\n|\n *""")', text, re.M | re.S):
+            names = re.findall(rf"^{indent}    (\S[^:\n]*):", items, re.M)
+            wrong += [f"{module}: {name}" for name in names if "," in name]
+            checked += len(names)
+    assert checked > 100
+    assert not wrong

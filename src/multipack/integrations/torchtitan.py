@@ -40,7 +40,8 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
 
     Args:
         config: its `Config`.
-        dp_world_size, dp_rank: data-parallel ranks, and the number of this one.
+        dp_world_size: number of data-parallel ranks.
+        dp_rank: number of this one.
         tokenizer: is given to `config.documents`.
         seq_len: tokens of a row, the limit of a document's length, too.
         local_batch_size: rows of a batch.

@@ -88,8 +88,11 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
     evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
 
     Args:
-        model, args, data_collator, *positional, **named: as of the host; `data_collator` is a `PackedDataCollator` or
-            None.
+        model: as of the host.
+        args: as of the host.
+        data_collator: a `PackedDataCollator`; None = one with its defaults.
+        *positional: as of the host.
+        **named: as of the host.
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
         plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.

@@ -21,8 +21,12 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model, args, data_collator, *positional, **named: as of SFTTrainer; TRL's own packing is off.
+        model: as of SFTTrainer.
+        args: as of SFTTrainer; TRL's own packing is off.
+        data_collator: a `PackedDataCollator`; None = one with its defaults.
+        *positional: as of SFTTrainer.
         capacity: tokens of a pack; None = `max_length`.
+        **named: as of SFTTrainer.
 
     Raises:
         ValueError: TRL's own packing is on, neither `capacity` nor `max_length` is given, or what `PackedTrainerMixin`
