@@ -75,7 +75,7 @@ def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
     above.imshow(image, aspect="auto", origin="lower", extent=(0, count, 0, longest), interpolation="nearest")
     _plain(
         above,
-        f"before: {count:,} documents in padded batches of {view['batch_size']}; {1 - share:.1%} padding",
+        f"before: {count:,} documents in padded batches of {view['batch_size']}; {1 - share:.1%} padding (gray)",
     )
     image = _image(
         np.asarray(blocks["pack"]),
@@ -100,8 +100,10 @@ def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
         f"; {tokens - used:,} of {tokens:,} tokens are computed in another document" if used < tokens else ""
     )
     _plain(below, f"after: the same in {blocks['packs']:,} packs{some} ({steps}); {free:.2%} free{once}")
-    for axes in (above, below):
-        axes.set_ylabel("tokens", fontsize=8)
+    for axes, things in ((above, "documents"), (below, "packs")):
+        axes.set(xlabel=f"{things}; color: length of the document", ylabel="tokens")
+        axes.xaxis.label.set_fontsize(8)
+        axes.yaxis.label.set_fontsize(8)
 
 
 def _steps(blocks: dict[str, Any]) -> str:

@@ -33,15 +33,16 @@ const label = add(controls, "label", {}, "smoothing ");
 const slider = add(label, "input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.6 });
 const toggle = (name) => { const box = add(controls, "label"), input = add(box, "input", { type: "checkbox" }); box.append(` ${name}`); input.addEventListener("change", () => drawLoss()); return input; };
 const logX = toggle("log steps"), logY = toggle("log loss");
+const shownName = (name) => name.replace("val_loss", "validation");
 const [lossCard, drawLoss] = card(loss, "training (line) and validation (dots)", (box) => {
   const weight = Number(slider.value);
   const training = series("steps", "loss").map((each) => ({ ...each, name: `${each.name} training`, raw: weight ? each.y : null, y: weight ? smooth(each.y, weight) : each.y }));
   const validation = data.validation.flatMap((name, index) => series("evals", name).map((each) => ({
-    ...each, name: `${each.name} ${name}`, dots: true, dash: each.dash || "5 3", color: one ? color(index + 1) : each.color })));
+    ...each, name: `${each.name} ${shownName(name)}`, dots: true, dash: each.dash || "5 3", color: one ? color(index + 1) : each.color })));
   const marks = one ? first.sessions.filter((each) => each.step > 0 && each.event === "start").map((each) => [each.step, `resumed after step ${each.step}`]) : [];
   lines(box, [...training, ...validation], { height: 320, logX: logX.checked, logY: logY.checked, marks });
 }, true);
-if (one && data.validation.length) keys(lossCard, [["training", color(0)], ...data.validation.map((name, index) => [name, color(index + 1)])]);
+if (one && data.validation.length) keys(lossCard, [["training", color(0)], ...data.validation.map((name, index) => [shownName(name), color(index + 1)])]);
 slider.addEventListener("input", () => drawLoss());
 if (data.mean_of > 1) add(lossCard, "small", {}, `each point of a curve is the mean of up to ${data.mean_of} steps`);
 
@@ -128,6 +129,7 @@ if (kept.length) {
 const settings = section("Configuration", one ? "" : "Settings that differ are marked.");
 const search = add(settings, "input", { type: "search", placeholder: "filter, e.g. optimizer", "aria-label": "filter settings" });
 const grid = table(settings, one ? [] : ["setting", ...runs.map((run) => run.name)], []);
+grid.parentElement.classList.add("long");
 const rows = data.config.map(([key, differs, ...values]) => {
   const row = add(grid, "tr");
   add(row, "th", {}, key);

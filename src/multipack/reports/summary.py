@@ -130,8 +130,8 @@ def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
     found = f"{report.efficiency:.1%} {_filled(report)} ({padded_share:.1%} in padded batches)"
     if ranks == 1:
         return found
-    ceiling = f"no arrangement exceeds {report.cost_utilization_ceiling:.1%}"
-    return f"{found}; {ranks} ranks compute {report.cost_utilization:.1%} of the time ({ceiling})"
+    ceiling = f"no arrangement exceeds {report.cost_utilization_ceiling:.2%}"
+    return f"{found}; {ranks} ranks compute {report.cost_utilization:.2%} of the time ({ceiling})"
 
 
 def corpus_rows(corpus: Corpus) -> Rows:

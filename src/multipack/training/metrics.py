@@ -120,7 +120,8 @@ def evaluation_line(metrics: Mapping[str, float], tokens: bool = True, first: Se
 
 def sample_line(prompt: str, completion: str) -> str:
     """The end of a prompt and the beginning of its completion as one line of less than 100 columns."""
-    begun, written = " ".join(prompt.split())[-40:], " ".join(completion.split())
+    begun, written = " ".join(prompt.split()), " ".join(completion.split())
+    begun = begun if len(begun) <= 40 else f"…{begun[-39:]}"
     return f"{begun}▌{written}"[: LINE - 8]
 
 
