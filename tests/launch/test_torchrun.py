@@ -118,3 +118,15 @@ def test_a_second_signal_kills(monkeypatch, processes):
     with pytest.raises(torchrun.SignalException):
         torchrun._close(processes(DEAF), signal.SIGINT)
     assert killed == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("is_signal", [True, False])
+def test_only_a_signal_announces_that_the_run_saves(monkeypatch, processes, capsys, is_signal):
+    """After the failure of a process the others cannot save."""
+    monkeypatch.setattr(torchrun, "_torch_close", lambda *_: None)
+    try:
+        raise torchrun.SignalException("asked", signal.SIGTERM) if is_signal else ValueError
+    except (torchrun.SignalException, ValueError):
+        torchrun._close(processes(STOPS), signal.SIGTERM)
+    expected = "SIGTERM: the run saves and stops after this step; a second signal kills it\n"
+    assert capsys.readouterr().err == (expected if is_signal else "")

@@ -39,6 +39,8 @@ def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int
     """
     asked = death_sig or signal.SIGTERM
     handlers = [each for each in processes.subprocess_handlers.values() if each.proc.poll() is None]
+    if handlers and isinstance(sys.exception(), SignalException):  # not after the failure of a process
+        sys.stderr.write(f"{asked.name}: the run saves and stops after this step; a second signal kills it\n")
     ends = time.monotonic() + STOP_SECONDS
     try:
         for handler in handlers:

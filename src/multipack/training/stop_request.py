@@ -14,7 +14,8 @@ class StopRequest:
 
     Args:
         interrupt: called with the first signal; ends waiting for documents.
-        announces: whether the first signal prints on standard error that the run will stop.
+        announces: whether the first signal prints on standard error that the run will stop. Not below torchrun,
+            which sends SIGTERM after the failure of a rank, too, and prints the line itself.
     """
 
     def __init__(self, interrupt: Callable[[], None] = lambda: None, announces: bool = False) -> None:

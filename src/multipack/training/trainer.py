@@ -162,7 +162,7 @@ class Trainer(StepApplier):
             self._restore(self.resumed)
         files = cost_files(self.cost_model) | self.objective.run_files
         world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
-        self.stop = StopRequest(self.feed.interrupt, self.console.enabled)
+        self.stop = StopRequest(self.feed.interrupt, self.console.enabled and world.launcher != "torchrun")
         self._unread: Callable[[], None] = lambda: None
         self._forward_seconds = 0.0
         self._reads_later = not self.objective.legend and may_read_later(self.engine, self.callbacks)
