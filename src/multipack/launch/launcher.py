@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
+from multipack.data.skipped import counted
 from multipack.launch.allocation import Allocation, find_allocation, find_launchers
 from multipack.parallel.ranks import find_ranks, port_of
 
@@ -280,8 +281,9 @@ def launch(
     if dry_run:
         print(shlex.join(command))
         return
-    launcher, processes = choose_launcher(request, allocation, layout), f"{layout.nodes} × {layout.per_node}"
-    print(f"{processes} processes by {launcher}; --dry-run prints the command", file=sys.stderr, flush=True)
+    processes, launcher = layout.nodes * layout.per_node, choose_launcher(request, allocation, layout)
+    started = f"{counted(processes, 'processes')} on {counted(layout.nodes, 'hosts')} with {launcher}"
+    print(f"starting {started}; --dry-run prints the command", file=sys.stderr, flush=True)
     become(command)
 
 
