@@ -115,7 +115,7 @@ class RunDirectory:
         # A process may have been killed before it wrote the pointer, or a copy may have lost it.
         if not os.path.lexists(self.latest) and (complete := self.complete_checkpoints()):
             return complete[-1]
-        return self._named(self.latest, "start the run anew with another out=")
+        return self._named(self.latest, "none is complete; start the run anew with another out=")
 
     def advice(self) -> str:
         """How a run that failed is continued, for its error message."""
@@ -143,6 +143,8 @@ class RunDirectory:
             return self.checkpoints / name
         found = [path.name for path in self.complete_checkpoints()]
         advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else hint
+        if not (found or pointer.is_file()):
+            raise FileNotFoundError(f"{self.path} has no {pointer.name} checkpoint: {hint}")
         raise FileNotFoundError(f"{pointer} names no checkpoint that is there ({name[:40]!r}): {advice}")
 
     def records(self) -> Iterator[dict[str, Any]]:

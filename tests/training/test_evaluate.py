@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -87,4 +88,7 @@ def test_what_cannot_be_evaluated_is_one_line(finished, tmp_path, corpus_path):
         evaluate(finished)
     (finished / "checkpoints" / "latest").write_text("step-9")
     with pytest.raises(FileNotFoundError, match="names no checkpoint"):
+        evaluate(finished)
+    shutil.rmtree(finished / "checkpoints")
+    with pytest.raises(FileNotFoundError, match="has no latest checkpoint: none is complete"):
         evaluate(finished)

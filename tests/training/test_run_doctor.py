@@ -38,6 +38,10 @@ def test_a_whole_run_has_no_findings_and_leftovers_are_named(finished):
             {"step-00000006", "latest", "best"},
         ),
         (lambda run: shutil.rmtree(run.latest_checkpoint()), {"latest", "best", "resume"}),
+        (
+            lambda run: _edit(run.latest_checkpoint() / "state.json", '"format": ', '"format": 9'),
+            {"step-00000006", "resume"},
+        ),
         (lambda run: run.best.write_bytes(b"\xff"), {"best"}),
         (lambda run: run.latest.write_text("step-00000009"), {"latest", "resume"}),
         (lambda run: run.config.write_text("train: {steps: -1}"), {"config.yaml"}),

@@ -136,6 +136,7 @@ def doctor(
     from dataclasses import asdict
     from itertools import groupby
 
+    from multipack.data.skipped import counted
     from multipack.launch.doctor import examine
     from multipack.reports.console import Console
 
@@ -157,6 +158,6 @@ def doctor(
                 for one in findings
             ]
             console.section(area, rows)
-        console.line(f"\n{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")
+        console.line(f"\n{counts['ok']} ok, {counted(counts['warn'], 'warnings')}, {counts['fail']} failed")
     if counts["fail"]:
         raise typer.Exit(1)

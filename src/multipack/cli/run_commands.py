@@ -71,6 +71,7 @@ def audit(run: Run, as_json: Json = False) -> None:
     """
     from dataclasses import asdict
 
+    from multipack.data.skipped import counted
     from multipack.reports.audit import audit as run_audit
     from multipack.reports.console import Console
     from multipack.reports.summary import audit_rows
@@ -81,7 +82,7 @@ def audit(run: Run, as_json: Json = False) -> None:
     else:
         Console().section(f"documents of {run}", audit_rows(found))
     if found.problems:
-        fail(f"{run}: {len(found.problems):,} problems; the first: {found.problems[0]}", 1)
+        fail(f"{run}: {counted(len(found.problems), 'problems')}; the first: {found.problems[0]}", 1)
 
 
 def watch(

@@ -356,7 +356,7 @@ def summary_rows(found: RunData) -> Rows:
             f"{each.name}{f' ({each.remark})' if each.remark else ''}" for each in found.checkpoints[-4:]
         )
         rows.append(("checkpoints", kept))
-    return rows + [("warning", text) for text in warnings(found)]
+    return rows + [("note", text) for text in warnings(found)]
 
 
 def loss_curve(found: RunData, columns: int) -> list[str]:

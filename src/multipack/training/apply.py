@@ -262,8 +262,8 @@ class StepApplier:
             self.files.log.documents(step, data.documents.tolist(), data.index, data.plan)
         self._publish(record)
         every = self.config.log.every
-        if every and (step % every == 0 or step == 1):
-            first, began = self.started
+        first, began = self.started
+        if every and (step % every == 0 or step in (first + 1, self.steps)):
             left = (time.monotonic() - began) / (step - first) * (self.steps - step)
             line = step_line(record, self.steps, self.val_loss, left)
             self.console.line(format_line(record) if self.config.log.verbose else line)

@@ -76,6 +76,7 @@ def _files(run: RunDirectory) -> Iterator[Finding]:
 
 def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Check every checkpoint and the pointers to them; those that are undamaged are added to `opened`."""
+    foreign: list[str] = []
     for path in sorted(run.checkpoints.glob("step-*")):
         try:
             opened[path.name] = load_checkpoint(path)
@@ -86,6 +87,11 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
             reason = (
                 str(error).removeprefix(f"checkpoint {path} cannot be read: ").partition("; resume from")[0]
             )
+            if reason.startswith(f"{path} has format"):  # nothing is damaged: nothing is to be removed
+                foreign.append(path.name)
+                reason, _, remedy = reason.removeprefix(f"{path} ").partition(": ")
+                yield Finding(path.name, "fail", reason, remedy)
+                continue
             yield Finding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
     newest = max(opened, default="")
     files = opened[newest].progress["files"] if newest else {}
@@ -103,7 +109,7 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
             continue
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         remedy = f"echo {newest} > {pointer}" if needed and newest else f"rm {pointer}"
-        if name in opened:
+        if name in opened or name in foreign:
             yield Finding(pointer.name, "ok", name)
         else:
             yield Finding(
@@ -114,7 +120,10 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
 def _records(run: RunDirectory) -> Iterator[Finding]:
     """Check that metrics.jsonl has every step once, in order, with finite losses."""
     if not run.metrics.is_file():
-        yield Finding("metrics.jsonl", "fail", "missing", "restore it from a copy of the run")
+        if run.has_checkpoints:
+            yield Finding("metrics.jsonl", "fail", "missing", "restore it from a copy of the run")
+        else:
+            yield Finding("metrics.jsonl", "warn", "missing: no step was taken")
         return
     problems, step, evaluated, steps = [], 0, -1, 0
     lines = run.metrics.read_bytes().splitlines(keepends=True)
@@ -158,8 +167,9 @@ def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Findin
         checkpoint = opened[name]
         later = divide_log(run, checkpoint.progress["marks"])["metrics"][1].count(b"\n")
     except (OSError, ValueError, LookupError) as error:
-        reason = f"{error} is damaged" if isinstance(error, KeyError) else str(error)
-        remedy = "restore it from a copy of the run"
+        unread = isinstance(error, KeyError)
+        reason = f"{error} cannot be read" if unread else str(error)
+        remedy = "see checkpoints, above" if unread else "restore it from a copy of the run"
         if others:
             remedy = f"multipack train train.resume={run.checkpoints / others[-1]}"
         yield Finding("resume", "fail", reason, remedy)

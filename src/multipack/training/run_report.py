@@ -75,8 +75,9 @@ def print_header(run: Trainer, seconds: float) -> None:
         notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
         for line in folded([*_left_out(run.corpus), *notes], max(HEADER_LINES - console.printed, 1)):
             console.line(line)
-        start, more = f"{start} in {run.run.path}", "; log.verbose=true prints more"
-        console.line(start + more if len(start + more) <= LINE else start)
+        more = "; log.verbose=true prints more"
+        whole = f"{start} in {run.run.path}{more}"
+        console.line(whole if len(whole) <= LINE else start + more)
 
 
 def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
