@@ -67,20 +67,21 @@ def merge(
         ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
     """
     groups = _groups(schema)
-    tree = copy.deepcopy(_defaults(typing.cast(Any, schema)))
+    defaults, known = _defaults(typing.cast(Any, schema))
+    tree = copy.deepcopy(defaults)
     pairs = [translate(*split(word)) for word in words]
     replaced = dict(pairs)  # a saved value need not be legal any more if a word replaces it
-    _apply(tree, {key: value for key, value in flatten(base or {}).items() if key not in replaced})
+    _apply(tree, known, {key: value for key, value in flatten(base or {}).items() if key not in replaced})
     for _, path in (pair for pair in pairs if pair[0] == "config"):
         values = dict(translate(*pair) for pair in flatten(read_yaml(path)).items())
         for group in [key for key in values if key in groups]:
-            _apply(tree, flatten(_preset(group, groups[group], str(values.pop(group)))))
-        _apply(tree, values)
+            _apply(tree, known, flatten(_preset(group, groups[group], str(values.pop(group)))))
+        _apply(tree, known, values)
     for group, name in (pair for pair in pairs if pair[0] in groups):
-        _apply(tree, flatten(_preset(group, groups[group], name)))
+        _apply(tree, known, flatten(_preset(group, groups[group], name)))
     given = {key: value for key, value in pairs if key != "config" and key not in groups}
-    _apply(tree, given)
-    _apply(tree, _excluded(groups, given))
+    _apply(tree, known, given)
+    _apply(tree, known, _excluded(groups, given))
     try:
         return typing.cast(Schema, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
@@ -173,11 +174,12 @@ def changed_words(group: str, value: Any, default: Any) -> list[str]:
 
 
 @functools.cache  # OmegaConf needs ten times as long as a copy
-def _defaults(schema: type) -> DictConfig:
+def _defaults(schema: type) -> tuple[DictConfig, dict[str, Any]]:
+    """The defaults as a tree, and by full name."""
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[name] for name in _groups(schema))):
         OmegaConf.set_readonly(node, False)  # groups may be frozen dataclasses
-    return typing.cast(DictConfig, tree)
+    return tree, flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree)))
 
 
 def _groups(schema: type) -> dict[str, type]:
@@ -239,9 +241,8 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     return typing.cast(dict[str, Any], parsed)
 
 
-def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
-    """Set fields by their full names; OmegaConf converts and checks types."""
-    known = flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree)))
+def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set fields by their full names, with defaults `known`; OmegaConf converts and checks types."""
     for key, value in values.items():
         if key not in known:
             raise ConfigError(_unknown(key, tree, list(known)))

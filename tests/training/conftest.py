@@ -135,6 +135,12 @@ def changed():
 
 
 @pytest.fixture(scope="session")
+def run_words(run_words, changed):
+    """A run of half a second: one layer, and two packs a step. Tests of models and ranks have several."""
+    return changed(run_words, "model.layers=1", "plan.packs_per_step=2")
+
+
+@pytest.fixture(scope="session")
 def _finished(corpus_path, run_words, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:

@@ -61,7 +61,8 @@ def _restored(callback):
 def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
     seen = recorder(gradient=lambda step: {"my_metric": float(step)})
     watched.append(seen)
-    train(compose([*words, "train.steps=2", "train.eval_every=2", f"out={tmp_path / 'run'}"]))
+    more = ["plan.packs_per_step=4", "train.steps=2", "train.eval_every=2"]
+    train(compose([*words, *more, f"out={tmp_path / 'run'}"]))
     micro = [("micro_batch", index) for index in range(3)]
 
     def hooks(step):

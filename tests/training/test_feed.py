@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -81,8 +81,8 @@ def folder(tmp_path):
 
 
 def config_of(path, *words):
-    fixed = "data.source=store data.stream=true data.validation=0 data.patience_seconds=60 model=tiny train.steps=1000"
-    plan = "plan.capacity=64 plan.packs_per_step=4 plan.window=2"
+    fixed = "data.source=store data.stream=true data.validation=0 data.patience_seconds=60 train.steps=1000"
+    plan = "model=tiny model.layers=1 plan.capacity=64 plan.packs_per_step=4 plan.window=2"
     return compose([*fixed.split(), *plan.split(), f"data.path={path}", *words])
 
 
@@ -116,7 +116,7 @@ def trained(feed, model, steps=None):
 
 def tiny():
     torch.manual_seed(0)
-    return Decoder(SHAPES["tiny"].with_vocabulary(257))
+    return Decoder(replace(SHAPES["tiny"].with_vocabulary(257), layers=1))
 
 
 def test_documents_without_targets_are_refused(tmp_path):

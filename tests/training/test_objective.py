@@ -258,6 +258,7 @@ def labels(sums, tmp_path):
         "data.weight_field=w",
         "preference.undesirable=0.7",
         "optimizer.lr=1e-2",
+        "plan.packs_per_step=4",
     ]
 
 

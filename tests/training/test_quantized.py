@@ -51,7 +51,7 @@ def words(tmp_path):
     file.write_text("\n".join(lines) + "\n")
     return (
         f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 plan.window=4 train.device=cpu"
-        " train.dtype=fp32 train.steps=4 train.eval_every=2 train.sample_tokens=4 train.checkpoint_every=2"
+        " train.dtype=fp32 train.steps=4 train.eval_every=2 train.sample_tokens=0 train.checkpoint_every=2"
         " log.every=0 optimizer.lr=0.01 adapter.rank=2"
     ).split()
 

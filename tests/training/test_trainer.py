@@ -159,7 +159,13 @@ def test_a_run_on_files_is_that_in_memory_and_resumes(words, tmp_path, files, ch
 
 def test_resuming_continues_across_epochs(words, tmp_path, files, changed):
     whole = tmp_path / "whole"
-    more = ["plan.capacity=1024", "train.steps=3", "train.eval_every=0", "train.checkpoint_every=1"]
+    more = [
+        "plan.capacity=1024",
+        "plan.packs_per_step=4",
+        "train.steps=3",
+        "train.eval_every=0",
+        "train.checkpoint_every=1",
+    ]
     train(compose(changed(words, *more, "train.keep_checkpoints=0", f"out={whole}")))
     losses = files(whole).losses
     epochs = [json.loads(line)["epoch"] for line in (whole / "documents.jsonl").read_text().splitlines()]
@@ -225,8 +231,8 @@ def test_a_loss_that_is_not_finite_names_documents_and_keeps_the_checkpoint(
 
     def spoiled(self, batch):
         loss = forward(self, batch)
-        # Micro-batch 15 of training is the third of step 4.
-        return loss * float("nan") if self.training and next(calls) == 15 else loss
+        # Micro-batch 8 of training is the second of step 4.
+        return loss * float("nan") if self.training and next(calls) == 8 else loss
 
     monkeypatch.setattr(Decoder, "forward", spoiled)
     with pytest.raises(NonFiniteLoss, match=r"step 4 is not finite.*step-00000003") as caught:
@@ -283,9 +289,9 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(finished, tmp_path
     before = (finished / "metrics.jsonl").read_bytes()
     for word, message in (
         ("plan.capacity=512", r"plan\.capacity was 256"),
-        ("model.layers=3", r"model\.layers was 2"),
+        ("model.layers=3", r"model\.layers was 1"),
         ("model=small", "checkpoint lacks|other shapes"),
-        ("plan.packs_per_step=2", "fingerprint|options"),
+        ("plan.packs_per_step=4", "fingerprint|options"),
         (f"data.path={other}", "trained with other documents"),
     ):
         with pytest.raises(ValueError, match=message):
