@@ -19,6 +19,7 @@ from multipack.cli.command_options import (
     settings_option,
 )
 from multipack.data.skipped import counted
+from multipack.machine import import_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -228,6 +229,8 @@ def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | No
         raise ValueError(f"{files[0]} is no setting; for a picture of the plan use --picture {files[0]}")
     if len(files) > 1:
         raise ValueError(f"--picture writes one file, and {' and '.join(files)} are given")
+    if files and not files[0].endswith(".html"):  # before a plan that may take long
+        import_extra("matplotlib", "--picture", "pictures")
     return [word for word in words if word not in files], Path(files[0]) if files else None
 
 

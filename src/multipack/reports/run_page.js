@@ -56,7 +56,7 @@ for (const chart of data.charts) {
     card(progress, chart.title, (box) => lines(box, series("steps", chart.key, chart.percent ? 100 : 1), { zero: chart.zero, format: chart.percent ? (v) => `${short(v)} %` : short }));
 }
 for (const name of data.evaluated)
-  card(progress, `${name}, at evaluations`, (box) => lines(box, series("evals", name).map((each) => ({ ...each, dots: true }))));
+  card(progress, `${name.replace("val_", "validation ").replaceAll("_", " ")}, at evaluations`, (box) => lines(box, series("evals", name).map((each) => ({ ...each, dots: true }))));
 if (zeros.length) add(page.lastChild, "small", {}, `0 in every step: ${zeros.join("; ")}`);
 
 // Time of a step

@@ -84,10 +84,11 @@ def run_page(found: Sequence[RunData]) -> bytes:
     single = found[0] if len(found) == 1 else None
     title = f"Run {names[0]}" if single else f"{len(found)} runs"
     rows = dict(_pairs(single.start.get("run"))) if single else {}
-    subtitle = " · ".join(rows[name] for name in ("model", "parameters", "device") if name in rows)
+    labels = {"model": "", "parameters": "parameters: ", "device": ""}
+    facts = [f"{label}{rows[name]}" for name, label in labels.items() if name in rows]
     data = {
         "title": title,
-        "subtitle": subtitle or ", ".join(names),
+        "subtitle": " · ".join(facts) or ", ".join(names),
         "made": f"multipack {multipack.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "mean_of": max(step_of),
         "validation": validation,
@@ -95,7 +96,7 @@ def run_page(found: Sequence[RunData]) -> bytes:
             {"key": key, "title": text, "percent": percent, "zero": zero}
             for key, text, percent, zero in CHARTS
         ]
-        + [{"key": key, "title": key, "percent": False, "zero": False} for key in own],
+        + [{"key": key, "title": key.replace("_", " "), "percent": False, "zero": False} for key in own],
         "evaluated": sorted(
             {name for each in found for name in each.evaluations.values} - {*validation, "step", "train_loss"}
         ),
@@ -297,7 +298,8 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
     for event in found.history:
         text = str(event.get("parallel", "") if event.get("event") == "start" else event.get("reason", ""))
         if event.get("event") == "start" and not math.isnan(count := _number(event.get("world_size"))):
-            text = f"{counted(round(count), 'processes')}, {text}"
+            parallel = text.removeprefix("none: one process").removeprefix(", ")
+            text = counted(round(count), "processes") + (f", {parallel}" if parallel else "")
         step = _number(event.get("step"))
         events.append(
             {
