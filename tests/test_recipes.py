@@ -29,7 +29,10 @@ def test_all_are_listed_with_the_commands_that_use_them():
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_copy_sets_what_it_says(file, tmp_path):
     copied = tmp_path / "mine.yaml"
-    assert str(copied) in call("copy", file.stem, copied).stdout
+    shown = call("copy", file.stem, copied).stdout
+    assert f" train config={copied} " in shown
+    for prepared in re.findall("multipack prepare .*", shown):  # a store for this model has its tokens
+        assert "train.init_from=FOLDER" in prepared
     (words,) = re.findall(rf"^#.* train (config={file.name} .*)$", copied.read_text(), re.M)
     config = compose([f"config={copied}", *shlex.split(words)[1:]])
     for name, value in flatten(read_yaml(copied)).items():

@@ -93,7 +93,8 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     folder = tmp_path / "out"
     shown = CliRunner().invoke(app, ["prepare", *words, "--store", str(folder), "--shards", "2"])
     assert "shards      2\n" in shown.output
-    assert CliRunner().invoke(app, ["prepare", "--report", str(folder)]).output == shown.output
+    report = CliRunner().invoke(app, ["prepare", "--report", str(folder)]).output
+    assert shown.output == f"{report}\nto train on it:\n  multipack train data=store data.path={folder}\n"
     told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
     assert (told["documents"], told["duplicates"], told["shards"]) == (20, 0, 2)
     assert told["histogram"] == CorpusReport(folder).to_dict()["histogram"]

@@ -20,9 +20,14 @@ recipe = typer.Typer(
 def list_recipes() -> None:
     """List the recipes, with the commands that use them."""
     for file in sorted(FOLDER.glob("*.yaml")):
-        first, *others = (line for line in file.read_text().splitlines() if line.startswith("#"))
-        typer.echo(f"{file.stem}\n  {first.removeprefix('# ')}")
-        typer.echo("".join(f"  {line.removeprefix('#   ')}\n" for line in others))
+        first, *commands = _head(file)
+        typer.echo(f"{file.stem}\n  {first}")
+        typer.echo("".join(f"  {command}\n" for command in commands))
+
+
+def _head(file: Path) -> list[str]:
+    """What a recipe is for, and the commands that use it: the comments that it begins with."""
+    return [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
 
 
 def copy(
@@ -40,6 +45,8 @@ def copy(
         raise ValueError(f"{made} exists: give another FILE, or move it away")
     shutil.copyfile(FOLDER / f"{name}.yaml", made)
     typer.echo(f"{made} written; words after config={made} change its values")
+    for command in _head(made)[1:]:
+        typer.echo(f"  {command.replace(f'config={name}.yaml', f'config={made}')}")
 
 
 list_recipes.__name__ = "list"

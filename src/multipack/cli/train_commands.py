@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -138,6 +139,15 @@ def prepare(
         if document.tokens > MOST_TOKENS:
             console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
     print_store(console, path, found, fit)
+    if report is None:
+        others = words or []  # with them, a run finds the store in the cache
+        if store is not None:
+            others = [
+                "data=store",
+                f"data.path={store}",
+                *(word for word in others if word.startswith("train.")),
+            ]
+        console.line(f"\nto train on it:\n  {shlex.join(['multipack', 'train', *others])}")
 
 
 def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
