@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 # Tiny tensors on two threads spend their time waiting for each other, most of all on a busy machine. Set before
@@ -45,6 +45,22 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 def own_cache(tmp_path_factory, monkeypatch):
     """No test reads or writes the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_built_once():
+    """Typer builds all commands for each call, which takes longer than most calls of tests."""
+    if importlib.util.find_spec("typer") is None:  # where the files of tests for GPUs are named
+        yield
+        return
+    import typer.main
+    import typer.testing
+
+    build = cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", build)
+        patch.setattr(typer.testing, "_get_command", build)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,10 @@ COMMANDS = [
     (page.name, command.removeprefix("$ ").removeprefix("multipack "))
     for page in PAGES
     # Lines of code blocks, and commands with arguments in the text.
-    for command in re.findall(
-        r"^(?:\$ )?multipack .*?(?=\s{2,}#|$)|(?<=`)multipack \w+ [^`]+", page.read_text(), re.MULTILINE
+    for command in dict.fromkeys(
+        re.findall(
+            r"^(?:\$ )?multipack .*?(?=\s{2,}#|$)|(?<=`)multipack \w+ [^`]+", page.read_text(), re.MULTILINE
+        )
     )
 ]
 

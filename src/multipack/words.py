@@ -300,6 +300,7 @@ def _reason(error: OmegaConfBaseException) -> str:
     return _KINDS[found] if found else text
 
 
+@functools.cache  # reads and parses source files
 def _field_docstrings(schema: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for cls in filter(is_dataclass, reversed(schema.__mro__)):

@@ -197,7 +197,7 @@ def test_generation_equals_eager(name, padded):
     ids = torch.stack([torch.nn.functional.pad(prompt, (9 - len(prompt), 0)) for prompt in prompts])
     mask = (ids != 0).long()
     model = build(name, "eager").float()  # in float64, eager attention makes rows of padding NaN
-    inputs = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    inputs = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     greedy = model.generate(ids, **inputs)
     cacheless = model.generate(ids, **inputs, use_cache=False)
     model.set_attn_implementation("multipack")
@@ -257,21 +257,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("positions_only", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text"])
-def test_no_tensor_of_all_pairs(name, positions_only):
-    docs = documents([60, 70, *[64] * 6])
+def test_no_tensor_of_all_pairs(name):
+    docs = documents([30, 35, *[32] * 6])
     row = packed(docs)
-    if positions_only:
-        row = {key: row[key] for key in ("input_ids", "position_ids", "use_cache")}
-    sizes = {}
-    for attention in ("eager", "multipack"):
+    positions_only = {key: row[key] for key in ("input_ids", "position_ids", "use_cache")}
+    sizes = []
+    for attention, inputs in (("eager", row), ("multipack", row), ("multipack", positions_only)):
         model = build(name, attention)
         with Largest() as largest:
-            model(**row).logits.sum().backward()
-        sizes[attention] = largest.elements
-    assert sizes["eager"] >= 514**2
-    assert sizes["multipack"] < 514**2 / 2
+            model(**inputs).logits.sum().backward()
+        sizes.append(largest.elements)
+    assert sizes[0] >= 257**2
+    assert max(sizes[1:]) < 257**2 / 2
 
 
 def test_long_documents_with_a_soft_cap_in_tiles():

@@ -18,7 +18,7 @@ from multipack.training.train import train
 
 CHATS = ["train.init_from=finished", "data=jsonl", "data.path=chats.jsonl", "data.broken=skip"]
 PAIRS = ["train.init_from=finished", "data=jsonl", "data.path=pairs.jsonl"]
-NEW = ["model=tiny", "tokenizer=byte"]
+NEW = ["model=tiny", "model.layers=1", "tokenizer=byte"]
 JOURNEYS = {
     "text": ["data=text", "data.path=books", "data.overlong=split", *NEW],
     "chats": [*CHATS, "data.overlong=truncate"],
@@ -29,7 +29,14 @@ JOURNEYS = {
     "resumed": ["train.resume=true", "out=finished", "train.steps=7", "log.every=1"],
 }
 """Words of a run; all but the resumed one have those of SMALL, too."""
-SMALL = ["plan.capacity=96", "plan.packs_per_step=2", "train.steps=1", "train.dtype=fp32", "out=run"]
+SMALL = [
+    "plan.capacity=96",
+    "plan.packs_per_step=2",
+    "train.steps=1",
+    "train.dtype=fp32",
+    "train.sample_tokens=4",
+    "out=run",
+]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {}}}
 
 
