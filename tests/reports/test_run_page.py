@@ -96,6 +96,19 @@ def test_communication_is_a_part_of_the_backward_passes(written):
     assert sum(found.values()) == pytest.approx(1)
 
 
+def test_documents_left_out_are_warnings_and_choices_are_not(written, trained):
+    path = written()
+    said = {
+        "left_out": ["skipped: 2 broken lines: a.jsonl:1, 5"],
+        "notes": ["few steps"],
+        "details": ["in bf16"],
+    }
+    (path / "history.jsonl").write_text(json.dumps({"event": "start", "step": 0} | said) + "\n")
+    assert warnings(read_run(path))[:2] == [*said["left_out"], *said["notes"]]
+    assert _data(run_page([read_run(path)]))["runs"][0]["facts"] == [["note", "in bf16"]]
+    assert {"left_out", "notes", "details"} <= set(read_run(trained).start)
+
+
 def test_long_runs_are_shown_by_means(written):
     data = _data(run_page([read_run(written(steps=2500))]))
     steps = data["runs"][0]["steps"]

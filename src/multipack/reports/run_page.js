@@ -9,6 +9,18 @@ function series(table, name, scale = 1) {
     y: run[table][name].map((value) => (value === null ? null : value * scale)) }));
 }
 
+// A row of each setting; returns [name, row].
+function settingsTable(parent, settings) {
+  const box = table(parent, one ? [] : ["setting", ...runs.map((run) => run.name)], []);
+  box.parentElement.classList.add("long");
+  return settings.map(([key, differs, ...values]) => {
+    const row = add(box, "tr");
+    add(row, "th", {}, key);
+    values.forEach((value) => add(row, "td", differs ? { class: "differs" } : {}, value));
+    return [key, row];
+  });
+}
+
 add(page, "h1", {}, data.title);
 add(page, "p", { class: "soft" }, data.subtitle);
 if (!one) keys(page, runs.map((run) => [run.name, run.color]));
@@ -25,6 +37,11 @@ else {
 
 for (const run of runs) for (const text of run.warnings)
   add(page, "p", { class: "warn" }, one ? text : `${run.name}: ${text}`);
+
+// Differences
+const differing = data.config.filter(([, differs]) => differs);
+if (!one && differing.length)
+  settingsTable(section("Settings that differ"), differing.map(([key, , ...values]) => [key, false, ...values]));
 
 // Loss
 const loss = section("Loss");
@@ -128,14 +145,7 @@ if (kept.length) {
 // Configuration
 const settings = section("Configuration", one ? "" : "Settings that differ are marked.");
 const search = add(settings, "input", { type: "search", placeholder: "filter, e.g. optimizer", "aria-label": "filter settings" });
-const grid = table(settings, one ? [] : ["setting", ...runs.map((run) => run.name)], []);
-grid.parentElement.classList.add("long");
-const rows = data.config.map(([key, differs, ...values]) => {
-  const row = add(grid, "tr");
-  add(row, "th", {}, key);
-  values.forEach((value) => add(row, "td", differs ? { class: "differs" } : {}, value));
-  return [key, row];
-});
+const rows = settingsTable(settings, data.config);
 search.addEventListener("input", () => rows.forEach(([key, row]) => { row.hidden = !key.includes(search.value.trim()); }));
 for (const run of runs) if (run.facts.length) {
   add(settings, "h3", {}, one ? "as started" : `${run.name}, as started`).style.marginTop = "18px";

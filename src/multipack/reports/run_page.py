@@ -134,7 +134,10 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         ],
         "sessions": sessions(found),
         "warnings": warnings(found),
-        "facts": _pairs(found.start.get("run")),
+        "facts": [
+            *_pairs(found.start.get("run")),
+            *(("note", text) for text in _texts(found.start.get("details"))),
+        ],
     }
 
 
@@ -313,9 +316,8 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
 
 
 def warnings(found: RunData) -> list[str]:
-    """What a reader of the run should know: damage, failures, skipped steps, notes of its last start."""
-    notes = found.start.get("notes")
-    texts = [*found.problems, *(str(note)[:MOST_TEXT] for note in (notes if isinstance(notes, list) else []))]
+    """What a reader of the run should know: damage, skipped steps, documents left out, notes of the last start."""
+    texts = [*found.problems, *_texts(found.start.get("left_out")), *_texts(found.start.get("notes"))]
     if skipped := sum(found.steps.known("skipped")):
         texts.append(f"{skipped:.0f} steps were skipped: fp16 overflow, or a spike of loss or gradient")
     done, end = found.steps.last("step"), found.end
@@ -324,6 +326,11 @@ def warnings(found: RunData) -> list[str]:
     elif end is not None and end.get("reason"):
         texts.append(f"the last process ended after step {end.get('step')}: {str(end['reason'])[:MOST_TEXT]}")
     return texts
+
+
+def _texts(value: object) -> list[str]:
+    """A list of texts as it was read from a file; anything else is empty."""
+    return [str(each)[:MOST_TEXT] for each in value] if isinstance(value, list) else []
 
 
 def config_rows(found: Sequence[RunData]) -> list[list[Any]]:
@@ -343,11 +350,8 @@ def summary_rows(found: RunData) -> Rows:
     """The report of a run as rows of text."""
     shares = ", ".join(f"{part} {share:.1%}" for part, share in time_shares(found.steps).items())
     facts = dict(_pairs(found.start.get("run")))
-    rows: Rows = [
-        (name, facts[name])
-        for name in ("model", "parameters", "device", "parallel", "corpus")
-        if name in facts
-    ]
+    named = ("model", "parameters", "device", "parallel", "corpus")
+    rows: Rows = [(name, facts[name]) for name in named if name in facts]
     rows += key_figures(found) + plan_figures(found.start.get("plan"))
     if shares:
         note = communication(found)
@@ -371,12 +375,8 @@ def markdown(found: Sequence[RunData]) -> str:
     """A summary of runs in Markdown, after the settings in which they differ."""
     lines = []
     if differing := differences(found):
-        lines += [
-            "# Differences",
-            "",
-            "| setting |" + "".join(f" {_cell(name)} |" for name in run_names(found)),
-        ]
-        lines += ["|---|" + "---|" * len(found)]
+        heads = "".join(f" {_cell(name)} |" for name in run_names(found))
+        lines += ["# Differences", "", f"| setting |{heads}", "|---|" + "---|" * len(found)]
         lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in differing] + [""]
     for each, name in zip(found, run_names(found), strict=True):
         lines += [f"# Run {_cell(name)}", "", "| | |", "|---|---|"]
@@ -384,9 +384,8 @@ def markdown(found: Sequence[RunData]) -> str:
         lines += ["", "Loss by step:", "", "```", *loss_curve(each, 76), "```", ""]
         if len(each.evaluations):
             lines += ["| step | validation loss |", "|---|---|"]
-            pairs = list(
-                zip(each.evaluations.values["step"], each.evaluations.column("val_loss"), strict=True)
-            )
+            values = each.evaluations.column("val_loss")
+            pairs = list(zip(each.evaluations.values["step"], values, strict=True))
             lines += [f"| {step:,.0f} | {value:.4f} |" for step, value in pairs[-10:]] + [""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -322,7 +322,8 @@ def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | 
         "plan": found.to_dict() if found else None,
         "padded_share": share,
         "padded_batch_size": run.config.train.padded_batch_size,
-        "notes": run.notes,
+        "notes": [note for note in run.notes if not isinstance(note, Detail)],
+        "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
     }
 
