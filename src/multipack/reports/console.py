@@ -28,7 +28,7 @@ from multipack.data.texts import TextPart
 CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 """For `str.translate`: control characters → �, because text of a model must not control the terminal."""
 
-PLANNING = "planning: a machine's first plan also compiles the planner, in some seconds …"
+PLANNING = "planning: a machine's first plan also compiles the planner, for up to a minute …"
 """Text for `Console.notice` while a plan is made."""
 
 LINE = 100
