@@ -195,4 +195,4 @@ def test_words_that_are_no_picture(tmp_path):
 
     assert "use --picture plan.png" in error("plan.png")
     assert "one file" in error("--picture", "a.png", "b.svg")
-    assert "a.pdf" in error("--picture", "a.pdf")
+    assert "a.pdf do not" in error("--picture", "a.pdf")

@@ -225,6 +225,11 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
 def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | None]:
     """The words that are settings, and the file of a picture, which is one of them."""
     files = [word for word in words if word.endswith(PICTURES) and "=" not in word]
+    others = [word for word in words if "=" not in word]
+    if picture and not files and len(others) > 1:  # one is what is planned
+        raise ValueError(
+            f"--picture writes files that end with {', '.join(PICTURES)}: {' and '.join(others)} do not"
+        )
     if files and not picture:
         raise ValueError(f"{files[0]} is no setting; for a picture of the plan use --picture {files[0]}")
     if len(files) > 1:
