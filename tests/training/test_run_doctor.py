@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from multipack.cli import main
 from multipack.run import RunDirectory
+from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose_run
 from multipack.training.run_doctor import examine_run
+from multipack.training.run_log import divide_log
 from multipack.training.train import train
 
 
@@ -56,6 +59,10 @@ def test_damage_is_named(finished, damage, names):
     failed = _failed(finished)
     assert names <= failed.keys() <= names | {"resume"}
     assert all(one.remedy and "\n" not in one.detail + one.remedy for one in failed.values())
+    remedy = failed["resume"].remedy if "resume" in failed else ""
+    if remedy.startswith("multipack"):  # from a checkpoint that the log agrees with
+        checkpoint = load_checkpoint(Path(remedy.rpartition("=")[2]))
+        assert divide_log(RunDirectory(finished), checkpoint.progress["marks"])
 
 
 def _edit(file, old, new):

@@ -154,10 +154,18 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
         )
 
 
+def _follows(run: RunDirectory, checkpoint: Checkpoint | None) -> bool:
+    """Whether the run log begins with what an undamaged checkpoint recorded, so that the run continues from it."""
+    try:
+        return checkpoint is not None and bool(divide_log(run, checkpoint.progress["marks"]))
+    except (OSError, ValueError, LookupError):
+        return False
+
+
 def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Say what `train.resume=true` does."""
     command = f"multipack train train.resume=true out={run.path}"
-    others = [path.name for path in run.complete_checkpoints() if path.name in opened]
+    others = [path.name for path in run.complete_checkpoints() if _follows(run, opened.get(path.name))]
     try:
         if not run.has_checkpoints:
             run.check_unsaved()
