@@ -12,6 +12,7 @@ import torch
 from multipack.atomic import write_atomically
 from multipack.data.corpus import Corpus
 from multipack.data.shards import CHAT_TEMPLATE
+from multipack.data.skipped import counted
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
@@ -86,8 +87,8 @@ class RunFiles:
         if (processes, threads) == (self._origin["world_size"], self._origin["threads"]):
             return []
         return [
-            f"the checkpoint was written by {processes} processes with {threads} threads: the same documents follow,"
-            " but sums round differently"
+            f"the checkpoint was written by {counted(processes, 'processes')} with {counted(threads, 'threads')}:"
+            " the same documents follow, but sums round differently"
         ]
 
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
