@@ -35,8 +35,11 @@ else {
   }
 }
 
-for (const run of runs) for (const text of run.warnings)
-  add(page, "p", { class: "warn" }, one ? text : `${run.name}: ${text}`);
+// What several runs have in common is said once.
+const warned = new Map();
+for (const run of runs) for (const text of run.warnings) warned.set(text, [...(warned.get(text) ?? []), run.name]);
+for (const [text, names] of warned)
+  add(page, "p", { class: "warn" }, names.length === runs.length ? text : `${names.join(", ")}: ${text}`);
 
 // Differences
 const differing = data.config.filter(([, differs]) => differs);
