@@ -18,7 +18,6 @@ A group (a dataclass that is a field of the schema) may define
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import functools
 import inspect
@@ -67,23 +66,26 @@ def merge(
         ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
     """
     groups = _groups(schema)
-    defaults, known = _defaults(typing.cast(Any, schema))
-    tree = copy.deepcopy(defaults)
     pairs = [translate(*split(word)) for word in words]
     replaced = dict(pairs)  # a saved value need not be legal any more if a word replaces it
-    _apply(tree, known, {key: value for key, value in flatten(base or {}).items() if key not in replaced})
+    layers = [{key: value for key, value in flatten(base or {}).items() if key not in replaced}]
     for _, path in (pair for pair in pairs if pair[0] == "config"):
         values = dict(translate(*pair) for pair in flatten(read_yaml(path)).items())
         for group in [key for key in values if key in groups]:
-            _apply(tree, known, flatten(_preset(group, groups[group], str(values.pop(group)))))
-        _apply(tree, known, values)
+            layers.append(flatten(_preset(group, groups[group], str(values.pop(group)))))
+        layers.append(values)
     for group, name in (pair for pair in pairs if pair[0] in groups):
-        _apply(tree, known, flatten(_preset(group, groups[group], name)))
+        layers.append(flatten(_preset(group, groups[group], name)))
     given = {key: value for key, value in pairs if key != "config" and key not in groups}
-    _apply(tree, known, given)
-    _apply(tree, known, _excluded(groups, given))
+    layers += [given, _excluded(groups, given)]
+    defaults, known = _defaults(typing.cast(Any, schema))
+    # Only what changes is copied and converted, which takes most of the time.
+    changed = {key.partition(".")[0] for layer in layers for key in layer}
+    tree = OmegaConf.masked_copy(defaults, [str(name) for name in defaults if name in changed])
+    for layer in layers:
+        _apply(tree, known, layer)
     try:
-        return typing.cast(Schema, OmegaConf.to_object(tree))
+        return schema(**typing.cast(dict[str, Any], OmegaConf.to_object(tree)))
     except OmegaConfBaseException as error:
         raise ConfigError(_reason(error)) from error
     except ValueError as error:
@@ -245,7 +247,7 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
     """Set fields by their full names, with defaults `known`; OmegaConf converts and checks types."""
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(_unknown(key, tree, list(known)))
+            raise ConfigError(_unknown(key, list(known)))
         if _interpolates(value):
             raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
         if isinstance(known[key], str) and isinstance(value, bool):  # YAML's true and false
@@ -273,7 +275,7 @@ def _unquoted(part: str) -> str:
     return part[1:-1] if quoted else part
 
 
-def _unknown(key: str, tree: DictConfig, known: list[str]) -> str:
+def _unknown(key: str, known: list[str]) -> str:
     """The message for an unknown key, with the nearest known one."""
     group, _, leaf = key.rpartition(".")
     leaves = {name: name.rpartition(".")[2] for name in known}
@@ -285,7 +287,9 @@ def _unknown(key: str, tree: DictConfig, known: list[str]) -> str:
         if leaves[name] in difflib.get_close_matches(leaf, [leaves[each] for each in siblings], 1, 0.7)
     ]
     if not group:
-        near = near or difflib.get_close_matches(key, list(map(str, tree)), 1, 0.6)
+        near = near or difflib.get_close_matches(
+            key, list(dict.fromkeys(name.partition(".")[0] for name in known)), 1, 0.6
+        )
     hint = f"did you mean {near[0]}?" if near else "the command's option --settings lists them all"
     return f"there is no setting {key}; {hint}"
 

@@ -55,7 +55,7 @@ from multipack.shapes import SHAPES, ModelShape
 
 Recompute = Literal["none", "flash", "full"]
 
-FLOPS_PER_BYTE = 1_333
+FLOPS_PER_BYTE = 1333.0
 """FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
 MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
 """FLOPs per matrix element and token, forward and backward."""
