@@ -112,6 +112,7 @@ ONCE = LOSSLESS | {"multipack V2", "multipack V2, linear", "Axolotl", "Axolotl, 
 @pytest.mark.parametrize("name", all_tools())
 def test_every_tool_makes_packs_within_the_capacity(bench, lengths, name):
     found = tool(bench, name)
+    lengths = lengths if name.startswith("verl") else lengths[:600]  # verl's steps have 1,024
     for seed in (0, None):
         epoch = found.run(lengths, CAPACITY, RANKS, seed)
         if epoch is None:
