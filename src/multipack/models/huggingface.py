@@ -317,7 +317,9 @@ def _written_rotation(shape: ModelShape, family: Family) -> dict[str, Any]:
 
 def scores_of(config: Mapping[str, Any]) -> int:
     """The number of scores of the model of a config.json, whose default is 2; 0 = it has logits."""
-    is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    is_classifier = name.endswith("ForSequenceClassification")
     return len(config.get("id2label") or (0, 1)) if is_classifier else 0
 
 

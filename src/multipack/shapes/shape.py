@@ -168,9 +168,13 @@ class ModelShape:
                 f"model.rope_factors must hold {factors} positive numbers (two for each pair of rotated elements with"
                 f" model.rope_type=longrope, else none), got {len(self.rope_factors)} numbers"
             )
-        fitting = {"none": self.norm, "head": "rmsnorm or rmsnorm+1", "all": "rmsnorm"}[self.head_norm]
-        if self.norm not in fitting.split(" or "):
-            raise ValueError(f"model.head_norm={self.head_norm} needs model.norm={fitting}, got {self.norm}")
+        fitting = {"none": (self.norm,), "head": ("rmsnorm", "rmsnorm+1"), "all": ("rmsnorm",)}[
+            self.head_norm
+        ]
+        if self.norm not in fitting or not isinstance(self.norm, str):
+            raise ValueError(
+                f"model.head_norm={self.head_norm} needs model.norm={' or '.join(map(str, fitting))}, got {self.norm}"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
         for name, lowest in _LOWEST.items():
