@@ -20,6 +20,9 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/multipack train $(ARGS)
 
+# Tests start many processes. Where this variable is set, as in many images, each would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope
 test: check
 	$(PYTEST) -m "not slow and not cuda and not drill"
