@@ -140,14 +140,16 @@ def prepare(
             console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
     print_store(console, path, found, fit)
     if report is None:
-        others = words or []  # with them, a run finds the store in the cache
-        if store is not None:
-            others = [
-                "data=store",
-                f"data.path={store}",
-                *(word for word in others if word.startswith("train.")),
-            ]
-        console.line(f"\nto train on it:\n  {shlex.join(['multipack', 'train', *others])}")
+        command = shlex.join(["multipack", "train", *_training_words(words or [], store)])
+        console.line(f"\nto train on it:\n  {command}")
+
+
+def _training_words(words: list[str], store: Path | None) -> list[str]:
+    """Words of a run on what `prepare` wrote: with the same words, a run finds the store in the cache."""
+    if store is None:
+        return words
+    kept = [word for word in words if word.startswith(("train.", "data.overlong="))]
+    return ["data=store", f"data.path={store}", *kept]
 
 
 def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
