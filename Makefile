@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all drills check install dist docs bench gpu-check clean
+.PHONY: help train test test-all test-share drills check install dist docs bench gpu-check clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
 	@echo "make test      format check, lint, types and the fast tests"
 	@echo "make test-all  the slow tests too"
+	@echo "make test-share  an eighth of the slow tests, and those of touched rooms, for 12 minutes"
 	@echo "make drills    kills, damaged files, full disks and lost ranks; prints what was tried and what was lost"
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make gpu-check  on a machine with a GPU: its tests and benchmarks, half an hour; JSON in benchmarks/results/gpu"
@@ -29,6 +30,11 @@ test: check
 
 test-all: check
 	$(PYTEST) -m "not cuda and not drill"
+
+# One test at a time, in the order that the plugin gives them.
+test-share: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -m pytest -p slow_share --numprocesses $(JOBS) --dist load --maxschedchunk 1 \
+		-m "slow and not cuda and not drill"
 
 drills: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m drill tests/drills
