@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all drills check install dist docs bench gpu-check clean
+.PHONY: help train test test-all run-test run-test-all test-share test-machines kernels drills check install dist docs bench gpu-check clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
 	@echo "make test      format check, lint, types and the fast tests"
 	@echo "make test-all  the slow tests too"
+	@echo "make test-share  an eighth of the slow tests, and those of touched rooms, for 12 minutes"
+	@echo "make test-machines  the fast tests as on other machines: processors, threads, orders, load"
 	@echo "make drills    kills, damaged files, full disks and lost ranks; prints what was tried and what was lost"
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make gpu-check  on a machine with a GPU: its tests and benchmarks, half an hour; JSON in benchmarks/results/gpu"
@@ -23,12 +25,30 @@ train: $(VENV)/.installed
 # Tests start many processes. Where this variable is set, as in many images, each would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope
-test: check
-	$(PYTEST) -m "not slow and not cuda and not drill"
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+NOT_HERE := not cuda and not drill
 
-test-all: check
-	$(PYTEST) -m "not cuda and not drill"
+# Tests wait for each other's processes, so that lint and types beside them take little more time.
+test test-all: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory --jobs=2 check run-$@
+
+run-test: kernels
+	$(PYTEST) -m "not slow and $(NOT_HERE)"
+
+run-test-all: kernels
+	$(PYTEST) -m "$(NOT_HERE)"
+
+# Once, for all processes of tests: numba keeps them on disk.
+kernels: $(VENV)/.installed-dev
+	$(BIN)/python -c "import numpy; from multipack import plan; plan(numpy.arange(1, 7), capacity=8, packs_per_step=2, window=2).deal(0, 2)"
+
+# One test at a time, in the order that the plugin gives them.
+test-share: kernels
+	PYTHONPATH=tests $(BIN)/python -m pytest -p slow_share --numprocesses $(JOBS) --dist load --maxschedchunk 1 \
+		-m "slow and $(NOT_HERE)"
+
+test-machines: kernels
+	tests/machines.sh $(ARGS)
 
 drills: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m drill tests/drills

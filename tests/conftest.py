@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import os
+import random
 import sys
 from functools import cache, partial
 from pathlib import Path
 
 # Tiny tensors on two threads spend their time waiting for each other, most of all on a busy machine. Set before
-# torch is imported anywhere; processes that tests start inherit it.
-os.environ["OMP_NUM_THREADS"] = "1"
+# torch is imported anywhere; processes that tests start inherit it. Tests pass with more, too: tests/machines.sh.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -36,6 +37,22 @@ def pytest_configure(config):
             f"{', '.join(missing)} not installed: pip install -e '.[dev]', or name the test files to run"
             " (benchmarks/gpu_check.py does so for the cuda tests)"
         )
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in a random order")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Shuffle files, so that fixtures of one are still made once, and the tests of each."""
+    if seed := config.getoption("shuffle"):
+        draw = random.Random(seed)
+        order = {path: draw.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (order[item.path], draw.random()))
+
+
+def pytest_report_header(config):
+    return f"--shuffle={seed}" if (seed := config.getoption("shuffle")) else None
 
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"

@@ -149,11 +149,11 @@ def test_a_run_continues_after_a_kill_and_after_a_signal(pools, long, launch, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_ten_restarts_of_ten_are_bit_for_bit(long, launch, tmp_path):
-    """Either rank, at any time: before the first step, before the first checkpoint, during one, and later."""
+@pytest.mark.timeout(900)
+def test_restarts_at_any_time_are_bit_for_bit(long, launch, tmp_path):
+    """Either rank: before the first step, before the first checkpoint, during one, and later."""
     end(launch(tmp_path / "whole", 2, long(12)), tmp_path / "whole")
-    for step in range(10):
+    for step in (0, 1, 2, 5):
         out = tmp_path / f"run-{step}"
         process = launch(out, 2, long(12), restarts=3)
         kill_and_wait_for_restart(step, step % 2, process, out)

@@ -354,7 +354,7 @@ def test_adapters(pools, ranks, words, name, adapter):
     check(pools(ranks), words, name, "adamw" if ranks == 2 else "sgd", adapter=adapter)
 
 
-QUANTIZED = [(2, words) for words in (*ALONE, *ZERO)] + [(4, PAIRS[6]), (4, PAIRS[7]), (4, PAIRS[9])]
+QUANTIZED = [(2, words) for words in ALONE] + [(4, PAIRS[6]), (4, PAIRS[7]), (4, PAIRS[9])]
 
 
 @pytest.mark.parametrize(
@@ -376,13 +376,13 @@ def test_quantized_weights_equal_dequantized_ones_in_one_process(pools, ranks, w
     )
 
 
+# Optimizers do not know models: each strategy has both models and both optimizers, crossed in one way.
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("name", "optimizer"), [("gpt", "adamw"), ("llama", "sgd")])
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [(ranks, words) for ranks in MATRIX for words in MATRIX[ranks]],
     ids=str,
 )
 def test_the_whole_matrix(pools, ranks, words, name, optimizer):
-    check(pools(ranks), words, name, optimizer, steps=5)
+    check(pools(ranks), words, name, optimizer, steps=3)

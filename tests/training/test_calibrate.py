@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from multipack.cli import app
@@ -74,9 +75,24 @@ def test_times_without_information_are_refused():
         calibrate(_seconds, SHAPE, capacity=2, longest=2)
 
 
+class Products(TorchDispatchMode):
+    """Records the dtypes of products of matrices."""
+
+    dtypes = ()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.name().startswith(("aten::mm", "aten::addmm")):
+            self.dtypes += (args[-1].dtype,)
+        return operator(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_timer_times_a_pass(dtype):
-    assert decoder_timer(SHAPE, "auto", World(), dtype)([5, 3]) > 0
+def test_the_timer_times_a_pass(dtype, monkeypatch):
+    """By a clock that counts products: of 7 matrices a layer and the head, one forwards and two backwards."""
+    with Products() as products:
+        monkeypatch.setattr("time.perf_counter", lambda: len(products.dtypes))
+        assert decoder_timer(SHAPE, "auto", World(), dtype)([5, 3]) == 3 * (7 * 2 + 1)
+    assert {*products.dtypes} == {dtype}
 
 
 @pytest.fixture

@@ -310,13 +310,15 @@ def test_illegal_settings_fail_before_anything_is_written(words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_eval_packs_limits_evaluations(words, tmp_path, files, changed):
-    losses = []
-    for number, more in enumerate(([], ["train.eval_packs=1"])):
-        out = tmp_path / f"run{number}"
-        train(compose(changed(words, "train.steps=1", "data.validation=0.5", *more, f"out={out}")))
-        losses.append(files(out).evaluations[0]["val_loss"])
-    assert losses[0] != losses[1]
+@pytest.mark.parametrize(("limit", "packs"), [(0, 14), (1, 2), (4, 4), (5, 6)])
+def test_eval_packs_limits_evaluations(trainer, limit, packs):
+    """To the first packs, in whole steps of two."""
+    run, seen = trainer("data.validation=0.5", f"train.eval_packs={limit}"), []
+    evaluate = run.engine.evaluate
+    run.engine.evaluate = lambda batches: seen.extend(batches) or evaluate(batches)
+    loss = run.feeds.validation.losses()[""]
+    assert len(seen) == packs
+    assert loss == pytest.approx(sum(evaluate(seen)) / sum(batch.num_target_tokens for batch in seen))
 
 
 def test_evaluation_leaves_random_numbers_alone_and_samples_may_be_left_out(words, tmp_path, files, changed):
