@@ -18,6 +18,8 @@ def _report(world):
     report["iterated"] = len(list(own))  # iteration before len, on every rank
     report["len"], report["left_out"] = len(own), own.left_out.size
     report["trained"] = [number for batch in own.generate_batches() for held in batch for number in held]
+    report["efficiency"], report["gathered"] = own.efficiency(), own.gather_efficiency()
+    report["fewest"] = own.gather_len_batches(7.5 - world.rank)
 
     same = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     report["batches"] = [[sum(lengths[held].tolist()) for held in batch] for batch in same]
@@ -51,6 +53,12 @@ def test_ranks_with_different_shards_have_equal_numbers_of_batches(reports):
     for report in reports:
         assert len(report["trained"]) + report["left_out"] == report["shard"]
     assert reports[alone.index(max(alone))]["left_out"] > 0
+
+
+def test_estimates_are_the_same_on_all_ranks(reports):
+    best = max(report["efficiency"] for report in reports)
+    assert {report["gathered"] for report in reports} == {int(0.997 * best * 200) / 200}
+    assert [report["fewest"] for report in reports] == [6, 6]
 
 
 def test_batches_side_by_side_are_equal_in_cost(reports):

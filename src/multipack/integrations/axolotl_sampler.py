@@ -193,6 +193,14 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             self.generate_batches(set_stats=True)
         return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
 
+    def gather_efficiency(self) -> float:
+        """99.7 % of the highest efficiency of a rank, rounded down to 0.5 %, as in Axolotl. A collective."""
+        return -least_of_ranks(-math.floor(0.997 * self.efficiency() * 200))[0] / 200
+
+    def gather_len_batches(self, num: float) -> int:
+        """Minimum of `num` over all ranks, rounded down. A collective."""
+        return least_of_ranks(math.floor(num))[0]
+
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
         epoch = self._current()

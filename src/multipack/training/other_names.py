@@ -14,6 +14,8 @@ ALIASES: dict[str, str] = {
     "train.eval_iters": "train.eval_packs",
     "train.backend": "parallel.data",
     "train.warmup_iters": "optimizer.warmup_steps",
+    "train.wandb_project": "track.project",
+    "data.out_dir": "out",
     "model.n_layer": "model.layers",
     "model.n_head": "model.heads",
     "model.block_size": "data.block_size",
@@ -63,6 +65,7 @@ VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("train.dtype", "float32"): "fp32",
     ("data", "shakespeare"): "shakespeare_char",
     ("parallel.data", "DDP"): "ddp",
+    ("optimizer.name", "AdamW"): "adamw",
     ("preference.loss", "dpo"): "sigmoid",
 }
 """(setting here, value elsewhere) → value here."""
@@ -70,6 +73,15 @@ VALUE_ALIASES: dict[tuple[str, str], str] = {
 HINTS: dict[str, str] = {
     "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
     "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
+    "train.framework": "leave it out, PyTorch is the only one",
+    "train.use_wandb": "set track.to=[wandb]",
+    "train.ngpus": "`multipack launch -n N -- train` starts N processes",
+    "train.port": "`multipack launch --port PORT` sets it",
+    "train.ds_config_path": "set parallel.data=zero1, zero2 or zero3",
+    "train.precision": "set train.dtype",
+    "train.always_save_checkpoint": "set train.checkpoint_every",
+    "data.root_path": "set data.path",
+    "optimizer.decay_lr": "set optimizer.schedule=cosine or constant",
     "data.workers": "leave it out, the tokenizer has threads of its own",
     "eval_only": "`multipack evaluate RUN` evaluates a run",
     "eval_dataset": "set data.validation_path=FILE",
