@@ -102,3 +102,9 @@ def test_what_is_no_gguf_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ValueError, match=r"load_model=.*broken.gguf: transformers reads no model from it"):
         load_model(tmp_path / "broken.gguf")
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 32, "intermediate_size": 32})
+    tokens = ["a", "b", "<|endoftext|>", *(f"<|{number}|>" for number in range(261))]
+    write(tmp_path / "merges.gguf", transformers.LlamaForCausalLM(config), tokens, ["a b"])
+    with pytest.raises(ValueError, match=r"merges.gguf: transformers reads no model from it") as caught:
+        load_model(tmp_path / "merges.gguf")  # the merged token is none of the list: a panic of the library
+    assert "\n" not in str(caught.value)

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from multipack.atomic import atomic_folder, cache_folder, locked
-from multipack.machine import import_extra
+from multipack.machine import foreign_errors, import_extra
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files that are fetched, outside of subfolders."""
@@ -104,12 +104,9 @@ def _dequantized(file: Path, where: str) -> Path:
             weights = {"dtype": "float32", "output_loading_info": True}
             if hasattr(library, "GgufConfig"):  # others always dequantize
                 weights["quantization_config"] = library.GgufConfig(dequantize=True)
-            try:
+            with foreign_errors(f"{where}: transformers reads no model from it"):
                 model, report = library.AutoModelForCausalLM.from_pretrained(file.parent, **given, **weights)
                 tokenizer = library.AutoTokenizer.from_pretrained(file.parent, **given)
-            except Exception as error:  # of several libraries
-                reason = " ".join(str(error).split())[:200]
-                raise ValueError(f"{where}: transformers reads no model from it ({reason})") from error
             if missing := sorted(report["missing_keys"]):
                 raise ValueError(f"{where}: the file lacks {missing[0]} ({len(missing)} tensors in all)")
             with atomic_folder(folder) as partial:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail"]
+MOST_REASON = 400
+"""Characters of the reason that another library states for an error."""
+_REASONS = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
 
 EXTRAS = dict.fromkeys(("torch", "tokenizers", "safetensors", "jinja2"), "train")
 """Package → the extra of multipack that installs it, for those that modules import when they are loaded."""
@@ -40,6 +45,29 @@ def explain_missing(error: ModuleNotFoundError, user: str) -> ImportError:
 def _missing(package: str, user: str, extra: str) -> ImportError:
     name = package.replace("_", "-")
     return ImportError(f'{user} needs the package {name}: pip install "multipack[{extra}]"', name=package)
+
+
+@contextmanager
+def foreign_errors(where: str) -> Iterator[None]:
+    """Context in which another library reads a file that may be damaged or hostile, and so may fail in any way.
+
+    Raises:
+        ValueError: the library raised anything but an interrupt; one line that begins with `where`.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+        raise ValueError(f"{where}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, with its kind unless the message is one that people read."""
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    text = text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
+    is_plain = text and isinstance(error, ValueError | OSError | RuntimeError)
+    return _REASONS.get(kind) or (text if is_plain else f"{kind} {text}".rstrip())
 
 
 def available_memory() -> int | None:

@@ -1,4 +1,5 @@
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -198,6 +199,17 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
         ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=3)
     with pytest.raises(ValueError, match="unpaired surrogate"):
         CHATML.parts([{"role": "user", "content": "\ud800"}])
+
+
+def test_the_time_of_a_long_conversation_is_linear_or_the_conversation_refused():
+    turns = [CHAT[1], CHAT[2]] * 20_000
+    began = time.process_time()
+    assert targets(CHATML.parts(turns)).count("Hello") == 20_000
+    with pytest.raises(ValueError, match=r"20,000 answers in .*\{% generation %\}"):
+        UNMARKED.parts(turns)
+    assert (
+        time.process_time() - began < 10
+    )  # a hundred times as long if every answer is compared with every cut
 
 
 @pytest.mark.parametrize(

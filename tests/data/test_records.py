@@ -157,7 +157,7 @@ def test_weights_of_records(read):
     assert [each.weight for each in read(pair, weight_field="w")] == [3.0, 1.0]
     labeled = {"prompt": "a", "completion": "b", "label": False, "w": 3}
     assert [each.weight for each in read(labeled, weight_field="w")] == [-3.0, 1.0]
-    for wrong in (-1, math.nan, math.inf, True, "2"):
+    for wrong in (-1, math.nan, math.inf, True, "2", 10**400):
         with pytest.raises(ValueError, match=r"a\.jsonl, line 2: field 'w' is .*finite number, at least 0"):
             list(read(records[0], {"text": "a", "w": wrong}, weight_field="w"))
     with pytest.raises(ValueError, match=r"line 1: no field 'weight'"):
@@ -290,6 +290,11 @@ def test_alpaca_records(read):
     assert "user\n{Add}\n\n1 2<|im_end|>" in text(chat.parts)
 
 
+def nested(depth):
+    """A list of lists in JSON."""
+    return "[" * depth + "1" + "]" * depth
+
+
 MALFORMED = [
     ({"messages": "Hi"}, "field 'messages' is a str, not a list of messages"),
     ({"messages": [3]}, r"messages\[0\] is a int, not a message"),
@@ -304,6 +309,9 @@ MALFORMED = [
     ),
     ({"messages": [USER, ANSWER], "tools": "x"}, "field 'tools' is text, but not a list in JSON"),
     ({"messages": [USER, ANSWER], "tools": 3}, "field 'tools' is a int"),
+    ({"messages": [USER, ANSWER], "tools": nested(100_000)}, "field 'tools' is text, but not a list in JSON"),
+    ({"messages": [USER, ANSWER], "tools": nested(600)}, "nested more than 100 levels"),
+    ({"messages": [USER, {**ANSWER, "more": json.loads(nested(150))}]}, "nested more than 100 levels"),
     ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "unpaired surrogate"),
     ({"message": []}, "no field 'messages'"),
 ]
@@ -313,6 +321,8 @@ def test_malformed_conversations_are_named_by_file_and_line(read):
     for record, complaint in MALFORMED:
         with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{complaint}"):
             list(read({"messages": [USER, ANSWER]}, record))
+        skipping = read({"messages": [USER, ANSWER]}, record, {"messages": [USER, OTHER]}, broken="skip")
+        assert (len(list(skipping)), skipping.skipped) == (2, {"broken lines": 1})
     contradiction = {"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
     for record, fields, complaint in (
         (contradiction, {}, r"chosen is a whole conversation .*data\.fields=\[chosen,rejected\]"),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -277,13 +278,44 @@ def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_fil
         assert table.done == table.total
 
 
+def test_a_line_beyond_the_limit_is_named_and_skipped_unread(config, text_file, monkeypatch):
+    monkeypatch.setattr(room, "MOST_LINE", 50)
+    monkeypatch.setattr(room, "MOST_LIST", 50)
+    monkeypatch.setattr(room, "CHUNK", 10)
+    whole = '{"text": "' + "a" * (50 - len('{"text": ""}\n')) + '"}\n'
+    assert len(whole) == 50
+    long = whole.replace('"a', '"aa')
+    for name, stored in (("a.jsonl", whole + long + whole), ("b.jsonl", long[:-1] + "b" * 300)):
+        packed = text_file(gzip.compress(stored.encode()), f"{name}.gz")
+        with pytest.raises(
+            ValueError, match=rf"{name}\.gz, line {1 + (name[0] == 'a')}: longer than 50 bytes"
+        ):
+            list(Source(config(source="jsonl", path=packed)))
+    source = Source(config(source="jsonl", path=text_file(whole + long + whole, "a.jsonl"), broken="skip"))
+    assert (names(source), source.skipped) == (["a.jsonl:1", "a.jsonl:3"], {"broken lines": 1})
+    with pytest.raises(ValueError, match=r"c\.json: a list of more than 50 bytes"):
+        list(Source(config(source="jsonl", path=text_file("[" + " " * 60 + "]", "c.json"))))
+
+
 def test_bad_parquet_files_and_rows_are_named(write_parquet, config, tmp_path, monkeypatch):
     def read(path, **fields):
         list(Source(config(source="parquet", path=str(path), **fields)))
 
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not a file PAR1")
-    with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a complete Parquet file"):
+    with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a complete Parquet file") as caught:
         read(tmp_path / "no.parquet")
+    assert "\n" not in str(caught.value)
+    whole, faults = Path(write_parquet([{"text": "a" * 500}] * 9)).read_bytes(), []
+    for at in range(len(whole) - 240, len(whole) - 8, 2):  # of the footer, whose faults have several lines
+        damaged = bytearray(whole)
+        damaged[at] ^= 4
+        (tmp_path / "cut.parquet").write_bytes(damaged)
+        try:
+            read(tmp_path / "cut.parquet")
+        except ValueError as error:
+            faults.append(str(error))
+    assert faults
+    assert "\n" not in "".join(faults)
     with pytest.raises(ValueError, match=r"a\.parquet, row 2: .*'text'"):
         read(write_parquet([{"text": "a"}, {"text": None}]))
     path = write_parquet([{"prompt": "p", "answer": "a", "id": 1}])

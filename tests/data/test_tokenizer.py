@@ -1,3 +1,4 @@
+import base64
 import json
 from pathlib import Path
 
@@ -163,12 +164,51 @@ def test_the_end_token_of_a_foreign_tokenizer_is_found():
         assert Tokenizer(library.to_str()).end_id == library.token_to_id(end)
 
 
+def test_an_added_token_without_characters_is_none():
+    fields = json.loads(BYTE.to_json())
+    fields["added_tokens"].append({**fields["added_tokens"][0], "id": 999, "content": ""})
+    tokenizer = Tokenizer(json.dumps(fields))
+    assert tokenizer.special_tokens == BYTE.special_tokens
+    assert tokenizer.encode("abc") == BYTE.encode("abc")
+
+
+def test_steps_of_files_in_use_are_within_bounds():
+    """Spaces to underscores, as in Llama 2, and marks for several characters that need some."""
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "NFKC"}]
+    steps += [
+        {"type": "Replace", "pattern": {"String": each}, "content": f"<{number}x>"}
+        for number, each in enumerate(" \n\t|()[]{}abcdefg")
+    ]
+    written = changed(normalizer={"type": "Sequence", "normalizers": steps})
+    assert written.decode(written.encode("h i")) == "▁h<0x>i"
+
+
 def not_special():
     """A tokenizer whose chat tokens any text can spell."""
     fields = json.loads(byte_tokenizer(NAMES).to_json())
     for token in fields["added_tokens"]:
         token["special"] = False
     return Tokenizer(json.dumps(fields))
+
+
+def changed(model=None, **parts):
+    """The byte tokenizer with other parts in its file."""
+    fields = json.loads(BYTE.to_json())
+    return Tokenizer(json.dumps({**fields, **parts, "model": {**fields["model"], **(model or {})}}))
+
+
+def table(size, *texts):
+    """A normalizer with a table of characters: the stated size of the trie, an empty trie of 4 bytes, and texts."""
+    content = size.to_bytes(4, "little") + bytes(4) + b"\0".join(texts)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+def replaced(pattern, content, times=1):
+    step = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
 
 
 def letters(names=()):
@@ -182,6 +222,16 @@ def letters(names=()):
         (lambda: BYTE.decode([65, -1]), "token -1 is outside the vocabulary of 257"),
         (lambda: Tokenizer.load(Path("/nowhere")), r"there is no tokenizer\.json"),
         (lambda: Tokenizer.load(Path(__file__)), r"test_tokenizer\.py: not a tokenizer\.json"),
+        (lambda: changed(normalizer=table(1 << 31, b"a")), "trie of 2,147,483,648 bytes, and has 9"),
+        (lambda: changed(normalizer=table(4, b"\xff")), r"not a tokenizer\.json: .*utf-8"),
+        (lambda: changed(normalizer=table(4, b"a" * 2000)), "at least 2,000 characters"),
+        (lambda: changed(normalizer=table(4, b"a")).encode("some"), "fails: .*index out of bounds"),
+        (lambda: changed(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "not a tok"),
+        (lambda: changed(normalizer=replaced("a", "a" * 900, 4)), "normalizer .*1,000 are the limit"),
+        (lambda: changed(normalizer=replaced("b*", "a", 40)), r"not a tokenizer\.json|are the limit"),
+        (lambda: changed(normalizer=replaced("a", "b", 99)), "99 steps"),
+        (lambda: changed(pre_tokenizer=SPLIT).encode("x" * 50), "fails: .*retry-limit"),
+        (lambda: changed({"dropout": 0.1}), r"dropout=0\.1"),
         (lambda: letters().encode("aXbé"), r"'X' \(U\+0058\), 'é' \(U\+00E9\).*kind=byte"),
         (lambda: letters().encode_parts([[TextPart("a", True), TextPart("X", True)]]), r"U\+0058"),
         (lambda: character_tokenizer(iter([])), "no text"),

@@ -1,6 +1,7 @@
 """Tokenizers of other packages: each test needs the package that it is about."""
 
 import importlib.util
+import json
 import random
 import sys
 from pathlib import Path
@@ -102,6 +103,12 @@ def test_transformers_gives_its_tokenizer_and_template(tmp_path):
         template = resolve_template(data, TokenizerConfig(kind, str(tmp_path)))
         assert isinstance(template, ChatTemplate)
         assert (template.source, template.eos_token) == (theirs.chat_template, "<|end|>")
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    for table in ("AAAA", "////fwAAAABh"):  # the library panics, or would allocate 2 GiB
+        fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=r"transformers loads no tokenizer.*precompiled_charsmap"):
+            load_tokenizer(config)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"tokenizer\.path=.*empty: transformers loads no tokenizer"):
         load_tokenizer(TokenizerConfig("transformers", str(tmp_path / "empty")))

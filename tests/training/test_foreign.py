@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from hf_models import dequantize, quantized_matrices, run_words, save_model
+from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_model
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.integrations import attention_interface
@@ -365,3 +365,22 @@ def test_folders_that_hold_no_such_model_are_refused(tmp_path):
             Decoder(foreign_shape(str(tmp_path / kind)))
     with pytest.raises(ValueError, match="model=hf:nowhere is no folder here"):
         compose(["model=hf:nowhere"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"num_attention_heads": 0}, {"hidden_act": "x"}, {"pad_token_id": 10**9}, {"rope_parameters": []}),
+        *({"num_hidden_layers": 10**9}, {"num_nextn_predict_layers": 1e30}, {"vocab_size": 10**12}),
+        *({"tie_word_embeddings": "x"}, {"hidden_size": 10**400}, {"rope_parameters": {"rope_type": [1]}}),
+        *({"layer_types": 7}, {"model_type": ["llama"]}, {"text_config": {"num_hidden_layers": 10**9}}),
+        *({"quantization_config": "x"}, {"num_attention_heads": -4}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_damaged_config_is_refused_in_one_line(change, tmp_path):
+    config = transformers.CONFIG_MAPPING["llama"](**SIZES).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=rf"model=hf:{tmp_path}: .*config\.json: ") as caught:
+        foreign_names(foreign_shape(str(tmp_path)))
+    assert "\n" not in str(caught.value)

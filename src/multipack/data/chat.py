@@ -21,11 +21,12 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ FIRST_CODE = 0x100000
 """First code point of the replacements for protected text: the last private-use plane of Unicode."""
 MOST_NAME = 256
 """Longest name of a special token: any part of it at the edge of a message is protected."""
+MOST_DEPTH = 100
+"""Levels of lists and objects in a message or a tool: JSON schemas of tools have about 10."""
+MOST_RENDERED, MESSAGE_COST = 1 << 30, 250
+"""Characters that are rendered to find the answers of a conversation, about 12 s on one core, and the time of a message
+in characters: 300 answers in a million tokens, or 1,400 short ones, are within the limit."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 2"
@@ -183,13 +189,16 @@ class ChatTemplate:
         inside = {position for start, end in special.items() for position in range(start + 1, end)}
         edges = {edge for begin, end, _ in answers for edge in (begin, end)} - inside
         cuts = sorted({0, len(text), *special, *special.values(), *edges})
+        targets = sorted((begin, end) for begin, end, is_target in answers if is_target)
+        begins, ends = [begin for begin, _ in targets], list(accumulate((end for _, end in targets), max))
+        before = (bisect_right(begins, start) for start in cuts)  # targets that have begun
         return tuple(
             TextPart(
                 chat.restore(text[start:stop]),
-                is_target=any(is_target and begin <= start < end for begin, end, is_target in answers),
+                is_target=begun > 0 and start < ends[begun - 1],
                 is_special=start in special,
             )
-            for start, stop in pairwise(cuts)
+            for (start, stop), begun in zip(pairwise(cuts), before, strict=False)
         )
 
     def _marked(self, written: str, chat: _Chat, first_target: int) -> _Answers:
@@ -211,8 +220,16 @@ class ChatTemplate:
     def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> _Answers:
         """The ranges of answers in the output of a template without marks.
 
-        White space after the special token that ends an answer is no target.
+        White space after the special token that ends an answer is no target. The time grows with the number of answers
+        times the length of the text.
         """
+        count = sum(message["role"] == "assistant" for message in chat.messages)
+        if count * (len(text) + MESSAGE_COST * len(chat.messages)) > MOST_RENDERED:
+            raise ValueError(
+                f"{self.name} marks no answers, so that each is found by rendering what is before it, and {count:,}"
+                f" answers in {len(text):,} characters are too many: mark them in the template by {{% generation %}} …"
+                " {% endgeneration %}, or divide the conversation"
+            )
         answers = []
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -279,13 +296,17 @@ class _Chat:
         """`text` with all protected text restored."""
         return _CODES.sub(lambda code: self._texts.get(code.group(), code.group()), text)
 
-    def _protect(self, value: Any) -> Any:
+    def _protect(self, value: Any, depth: int = 0) -> Any:
+        if depth > MOST_DEPTH:  # a limit of its own: that of Python depends on the caller
+            raise ValueError(f"a message or tool is nested more than {MOST_DEPTH} levels deep")
         if isinstance(value, str):
             text = value.lstrip()  # templates may strip messages
             return value.removesuffix(text) + self.template.protected.sub(self._code, text)
         if isinstance(value, dict):
-            return {self._protect(key): self._protect(entry) for key, entry in value.items()}
-        return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
+            return {self._protect(key): self._protect(entry, depth + 1) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._protect(entry, depth + 1) for entry in value]
+        return value
 
     def _code(self, match: re.Match[str]) -> str:
         return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))

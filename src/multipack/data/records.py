@@ -20,7 +20,7 @@ two notations, which may be mixed:
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, takewhile
 from typing import Any, Literal, cast
@@ -140,7 +140,7 @@ class RecordReader:
             if self.form is None:
                 self._begin(record)
             return self._documents(record, name)
-        except ValueError as error:
+        except (ValueError, RecursionError, OverflowError) as error:
             if self.form is None and not isinstance(error, BrokenRecord):
                 raise ValueError(f"{where}: {error}") from error
             return [Skip(f"broken {unit}", name, f"{where}: {error}")]
@@ -314,7 +314,7 @@ def _weight(record: dict[str, Any], field: str) -> float:
     """The weight of a record; 1 if no field is named."""
     value = _field(record, field) if field else 1.0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+    if not is_number or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"field {field!r} is {value!r:.40}, and a weight is a finite number, at least 0")
     return float(value)
 
@@ -378,7 +378,7 @@ def read_tools(value: Any, field: str) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"field {field!r} is text, but not a list in JSON: {error}") from error
     if not value:
         return None

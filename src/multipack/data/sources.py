@@ -40,7 +40,7 @@ from multipack.data.texts import (
     find_files,
     json_records,
 )
-from multipack.machine import import_extra
+from multipack.machine import import_extra, reason_of
 
 
 class SourceFile(NamedTuple):
@@ -310,8 +310,10 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
                 number += 1
                 name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
                 yield from source.reader.documents(without_nulls(record), name, where, "rows")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file.path}, after row {number}: not a complete Parquet file: {error}") from error
+    except (pyarrow.ArrowException, OSError, RecursionError) as error:
+        raise ValueError(
+            f"{file.path}, after row {number}: not a complete Parquet file: {reason_of(error)}"
+        ) from error
 
 
 def open_dataset(config: DataConfig) -> Any:
@@ -331,7 +333,7 @@ def open_dataset(config: DataConfig) -> Any:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library and those below it raise errors of many kinds
         wanted = f"data.path={config.path}, data.subset={config.subset!r}, data.part={config.part!r}"
-        raise ValueError(f"{wanted}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{wanted}: {type(error).__name__}: {reason_of(error)}") from error
     parts = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     if config.part not in parts or config.subset:
         raise ValueError(

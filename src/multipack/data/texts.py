@@ -9,12 +9,15 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 CHUNK = 1 << 20
 """Characters of a text that are read at once."""
+MOST_LINE, MOST_LIST = 1 << 28, 1 << 31
+"""Most bytes of a line, and of a file that holds a list. A document of 256 MiB has some 60 million tokens; gzip packs
+a thousand times as much into a file that looks small, and a line is read whole."""
 WORD_END = re.compile(r"(?s).*[^\W_](?=\s)")
 """Matches up to the last letter or digit that white space follows."""
 
@@ -163,15 +166,27 @@ def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str,
     """Records of a file: number, place for messages, and the object, its fault, or None for a blank line."""
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
-        if isinstance(entries := _parsed(content.read(), str(path)), BrokenRecord):
+        listed = content.read(MOST_LIST + 1)
+        if len(listed) > MOST_LIST:
+            raise ValueError(
+                f"{path}: a list of more than {MOST_LIST:,} bytes, which is read whole; store one record a line"
+            )
+        if isinstance(entries := _parsed(listed, str(path)), BrokenRecord):
             raise entries
         for number, record in enumerate(entries, 1):
             where = f"{path}, record {number}"
             yield number, where, _object(record, where)
         return
-    for number, line in enumerate(content, 1):
+    for number in count(1):
         where = f"{path}, line {number}"
-        yield number, where, _object(_parsed(line, where), where) if line.strip() else None
+        if not (line := content.readline(MOST_LINE + 1)):
+            return
+        if len(line) > MOST_LINE:
+            while line and not line.endswith(b"\n"):  # the rest of the line, in pieces
+                line = content.readline(CHUNK)
+            yield number, where, BrokenRecord(f"{where}: longer than {MOST_LINE:,} bytes")
+        else:
+            yield number, where, _object(_parsed(line, where), where) if line.strip() else None
 
 
 def _parsed(content: bytes, where: str) -> Any:

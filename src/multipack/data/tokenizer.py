@@ -22,7 +22,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import TokenizerConfig as TokenizerConfig
 from multipack.data.texts import TextPart
+from multipack.data.tokenizer_bounds import check_bounds
 from multipack.data.vocabularies import READERS, byte_alphabet, byte_level, read_file, without_prefix
+from multipack.machine import foreign_errors, reason_of
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
@@ -59,13 +61,12 @@ class Tokenizer:
     """
 
     def __init__(self, definition: str, name: str = "file", config: Mapping[str, Any] | None = None) -> None:
-        try:
+        with foreign_errors("not a tokenizer.json"):
             fields = json.loads(definition)
             fields["truncation"] = fields["padding"] = None
+            check_bounds(fields)
             self._definition = json.dumps(fields, ensure_ascii=False)
             self._library = tokenizers.Tokenizer.from_str(self._definition)
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"not a tokenizer.json: {error}") from error
         canonical = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         self._library.encode_special_tokens = True  # special tokens in text stay text
         self.name, self._config = name, config or {}
@@ -74,13 +75,15 @@ class Tokenizer:
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.end_id: int | None = next((vocabulary[end] for end in END_NAMES if end in vocabulary), None)
         added = [token["content"] for token in fields.get("added_tokens", ()) if token.get("special", False)]
-        self._special = {content: vocabulary[content] for content in added}
+        # The library leaves out an added token without characters.
+        self._special = {content: vocabulary[content] for content in added if content in vocabulary}
         self._special_names = {token: name for name, token in self._special.items()}
         self.special_tokens = tuple(self._special)
         self.bos_token, eos = (_token(self._config.get(key)) for key in ("bos_token", "eos_token"))
         self.eos_token = eos or next((end for end in END_NAMES if end in self._special), "")
         self.chat_template = _template(self._config.get("chat_template"))
-        self._continued, self._prefix_after_special = without_prefix(fields) or (self._library, False)
+        with foreign_errors("not a tokenizer.json"):
+            self._continued, self._prefix_after_special = without_prefix(fields) or (self._library, False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added. See `encode_parts`."""
@@ -117,7 +120,11 @@ class Tokenizer:
     def _encode_batch(self, library: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
         try:
             return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
-        except Exception as error:  # of a character tokenizer; the library raises bare Exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+            if not isinstance(library.model, models.WordLevel):
+                raise ValueError(f"the tokenizer ({self.name}) fails: {reason_of(error)}") from error
             unknown = sorted(set().union(*texts) - library.get_vocab().keys())
             shown = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in unknown[:5])
             raise ValueError(
@@ -156,7 +163,8 @@ class Tokenizer:
             raise ValueError(
                 f"token {outside[0]} is outside the vocabulary of {self.vocabulary_size:,} tokens"
             )
-        return self._library.decode([int(token) for token in ids], skip_special_tokens=True)
+        with foreign_errors(f"the tokenizer ({self.name})"):
+            return self._library.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""

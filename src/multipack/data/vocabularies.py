@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from multipack import atomic
-from multipack.machine import import_extra
+from multipack.data.tokenizer_bounds import check_bounds
+from multipack.machine import foreign_errors, import_extra
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
@@ -64,12 +65,10 @@ def read_transformers(path: str) -> Vocabulary:
     """The tokenizer of `AutoTokenizer.from_pretrained(path)`, which must have a fast version."""
     transformers = import_extra("transformers", "tokenizer.kind=transformers", "transformers")
     folder = Path(path).expanduser()
-    try:
+    with foreign_errors(f"tokenizer.path={path}: transformers loads no tokenizer from it"):
+        if (folder / "tokenizer.json").is_file():
+            check_bounds(_json(folder / "tokenizer.json"))
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
-        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(
@@ -102,10 +101,8 @@ def read_mistral(path: str) -> Vocabulary:
         )
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-    try:
+    with foreign_errors(f"{file}: mistral-common reads no tekken vocabulary from it"):
         tekken = Tekkenizer.from_file(file)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: mistral-common reads no tekken vocabulary from it: {error!r}") from error
     special = [tekken.id_to_piece(token) for token in range(tekken.num_special_tokens)]
     fields = _json(file)
     size = fields["config"]["default_vocab_size"] - len(special)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from torch import Tensor, nn
 from multipack.data.batch import PackedBatch, check_tokens
 from multipack.integrations.attention_interface import register
 from multipack.integrations.rollouts import model_inputs
-from multipack.machine import import_extra
+from multipack.machine import foreign_errors, import_extra, reason_of
 from multipack.shapes import SIZES, ModelShape
+from multipack.shapes.config_json import check_sizes
+from multipack.shapes.json_values import read_json
 
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""
@@ -52,26 +54,39 @@ def read_config(folder: str) -> Any:
     Raises:
         ImportError: transformers is not installed.
         ValueError: transformers has no model of it that predicts tokens, its weights are quantized otherwise than in
-            MXFP4, or it needs code.
+            MXFP4, it needs code, or the file is damaged.
     """
-    library = _library(folder)
-    try:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model={PREFIX}{folder}: {_line(error)}") from None
-    quantized, config = getattr(config, "quantization_config", None), config.get_text_config()
-    if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"model={PREFIX}{folder}: transformers has no causal language model of model_type={config.model_type!r}"
-        )
-    if quantized and _method(quantized) != MXFP4:
-        raise ValueError(
-            f"model={PREFIX}{folder}: quantization_config={quantized!r:.60} is not supported; save a"
-            " copy with weights in bf16"
-        )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # weights in MXFP4 are read as they are computed with, in bf16
+    with _errors(folder):
+        config = _saved_config(folder)
+        quantized, config = getattr(config, "quantization_config", None), config.get_text_config()
+        if type(config) not in _library(folder).AutoModelForCausalLM._model_mapping:
+            raise ValueError(f"transformers has no causal language model of model_type={config.model_type!r}")
+        if quantized and _method(quantized) != MXFP4:
+            raise ValueError(
+                f"quantization_config={quantized!r:.60} is not supported; save a copy with weights in bf16"
+            )
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights in MXFP4 are read as they are computed with, in bf16
     return config
+
+
+def _errors(folder: str) -> AbstractContextManager[None]:
+    """Context in which errors of any kind name the model of a folder."""
+    return foreign_errors(f"model={PREFIX}{folder}: config.json")
+
+
+def _saved_config(folder: str) -> Any:
+    """The configuration in a folder, also of a model with images."""
+    library, file = _library(folder), Path(folder).expanduser() / "config.json"
+    if file.is_file():
+        check_sizes(read_json(file))  # transformers makes a list with an entry for each layer
+    return library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _new_model(folder: str, config: Any, **options: Any) -> Any:
+    """A model of a configuration with new weights."""
+    with _errors(folder):
+        return _library(folder).AutoModelForCausalLM.from_config(config, **options)
 
 
 def foreign_settings(folder: str) -> dict[str, Any]:
@@ -95,6 +110,11 @@ def foreign_shape(folder: str) -> ModelShape:
         ImportError, ValueError: see `read_config`.
     """
     config = read_config(folder)
+    with _errors(folder):
+        return _shape(folder, config)
+
+
+def _shape(folder: str, config: Any) -> ModelShape:
     values = config.to_dict()
     known: dict[str, Any]
     try:
@@ -128,7 +148,7 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
     config = read_config(shape.architecture)
     config.vocab_size = shape.vocabulary_size
     with torch.device("cpu"), _parameters_on_meta():
-        whole = _library(shape.architecture).AutoModelForCausalLM.from_config(config)
+        whole = _new_model(shape.architecture, config)
         _freeze_buffers(whole)
     try:
         register(whole)
@@ -237,8 +257,8 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
             config.vocab_size = shape.vocabulary_size
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
-                return dict(library.AutoModelForCausalLM.from_config(config).state_dict())
-        given = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+                return dict(_new_model(folder, config).state_dict())
+        given = _saved_config(folder)
         more: dict[str, Any] = {}
         if given.get_text_config() is not given:
             more = {"config": read_config(folder), "key_mapping": LANGUAGE}
@@ -255,7 +275,7 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"{folder}: the weights cannot be read ({_line(error)})") from error
+            raise ValueError(f"{folder}: the weights cannot be read ({reason_of(error)})") from error
         if missing := sorted({*report["missing_keys"], *report["mismatched_keys"]}, key=str):
             raise ValueError(f"{folder}: the weights lack {missing[0]} ({len(missing)} in all)")
         return dict(model.state_dict())
@@ -284,7 +304,7 @@ def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dt
     config = read_config(shape.architecture)
     config.vocab_size = shape.vocabulary_size
     with torch.device("meta"):
-        whole = _library(shape.architecture).AutoModelForCausalLM.from_config(config, dtype=dtype)
+        whole = _new_model(shape.architecture, config, dtype=dtype)
     parameters = {name for name, _ in whole.named_parameters()}
     values = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
     whole.load_state_dict(values, strict=False, assign=True)
@@ -297,8 +317,3 @@ def _library(folder: str) -> Any:
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

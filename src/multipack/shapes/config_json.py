@@ -8,6 +8,7 @@ another function, if it does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
     ),
 }
 """Scaling of rotary frequencies → the settings that it needs, and the values of others that the decoder computes."""
+_WIDTHS = {name for names in _NAMES.values() for name in names}
+_COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|experts?|groups?)(_per_tok(en)?)?")
+"""Names of widths and lengths, and of numbers of modules."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -115,6 +119,22 @@ _UNKNOWN_COST = (
     "linear_num_key_heads",
 )
 """Fields of models that the cost formula does not cover: encoders, chunked or sparse attention, recurrences."""
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Check the sizes of a model, and those of the models inside it, before something is made of them.
+
+    Raises:
+        ValueError: a number of layers, heads, experts or of something else that names begin or end with, or a width, is
+            negative or beyond `MOST_LAYERS` or `MOST_WIDTH`.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_sizes(value)
+        elif isinstance(value, int | float) and (name in _WIDTHS or _COUNTS.fullmatch(name)):
+            most = MOST_LAYERS if _COUNTS.fullmatch(name) else MOST_WIDTH
+            if not abs(value) <= most:
+                raise ValueError(f"{name}={value!r:.40} is more than {most:,}")
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
