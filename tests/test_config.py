@@ -98,6 +98,8 @@ REFUSED = {
     "per_device_train_batch_size=2": ["plan.capacity", "plan.micro_batches"],
     "train.wd=0.1": ["optimizer.weight_decay"],
     "lora.r=16": ["no effect", "adapter=lora"],
+    "adapter=lora": ["documents", "data=jsonl data.path=FILE"],  # not on Python's standard library
+    "preference.loss=ipo": ["documents", "data=jsonl data.path=FILE"],
     "train.ema=0.1": ["--settings"],  # no other name is near
     "log.every=-1": ["log.every"],
     "trian.steps=3": ["train.steps?"],

@@ -25,10 +25,15 @@ from multipack.run import (
 )
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.combination_checks import check_optimizer, check_sharing
+from multipack.training.given_checks import (
+    FIXED_AT_START,
+    check_adapter,
+    check_documents_named,
+    check_unchanged,
+)
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.training.sharing_checks import check_sharing
-from multipack.training.unchanged import FIXED_AT_START, check_adapter, check_unchanged
 from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
 
 
@@ -135,35 +140,11 @@ class Config:
                 f"plan.effort={self.plan.effort} needs all documents at once: leave out data.stream"
             )
         parallel.check_context(self.model.attention, train.fixed_shape)
-        self._check_optimizer()
+        check_optimizer(self)
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
                 " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
-            )
-
-    def _check_optimizer(self) -> None:
-        """Check that the optimizer can update tensors as ranks divide them."""
-        name, parallel = self.optimizer.name, self.parallel
-        if name == "muon" and parallel.offloads_parameters:
-            raise ValueError(
-                f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
-                " host: use parallel.offload=none, or optimizer.name=adamw"
-            )
-        if name == "adamw_8bit" and parallel.tensor > 1:
-            raise ValueError(
-                f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
-                f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
-            )
-        if name.endswith(("_bnb", "_ao")) and (parallel.uses_fsdp or parallel.offload != "none"):
-            plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
-            setting = next(
-                (each for each, value in plain.items() if getattr(parallel, each) != value), "data"
-            )
-            raise ValueError(
-                f"optimizer.name={name} updates whole tensors on the device, which parallel.{setting}="
-                f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
-                " or optimizer.name=adamw_8bit"
             )
 
     def _check_slots(self) -> None:
@@ -262,7 +243,9 @@ def compose_run(words: Iterable[str]) -> Config:
         resume = str(RunDirectory(out).config.is_file()).lower()
         given.append(f"train.resume={resume}")
     if resume.lower() in ("false", ""):
-        return resolve_weights(compose(given, initial_model(values)))
+        config = resolve_weights(compose(given, initial_model(values)))
+        check_documents_named(values, config.train.init_from)
+        return config
     path = out if resume.lower() == "true" else resume
     if not path:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")

@@ -1,4 +1,7 @@
-"""What a resumed run may not change: settings compared as values, whatever brought them (word, file, preset, alias)."""
+"""Checks of settings against what was given: documents that were not named, and what a resumed run may not change.
+
+Settings of a resumed run are compared as values, whatever brought them (word, file, preset, another tool's name).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,29 @@ FREE = {
     "model.scores",  # the objective sets it
 }
 """Exceptions from `FIXED`."""
+
+
+def check_documents_named(given: Mapping[str, Any], weights: str) -> None:
+    """Check that somebody who brings weights, adapters or preferences also names documents.
+
+    The default documents, Python's standard library, are for a first run; `data=stdlib` asks for them.
+
+    Args:
+        given: values of words and files by full name.
+        weights: the weights to start from; empty = new ones.
+
+    Raises:
+        ConfigError: the documents are not named.
+    """
+    if "data" in given or any(key.startswith("data.") for key in given):
+        return
+    names = [key for key in given if key.startswith(("adapter", "preference"))]
+    if weights or names:
+        setting = f"train.init_from={weights}" if weights else f"{names[0]}={given[names[0]]}"
+        raise ConfigError(
+            f"{setting} comes without documents: name them, such as data=jsonl data.path=FILE (data=stdlib trains on"
+            " Python's standard library)"
+        )
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
