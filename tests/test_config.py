@@ -58,6 +58,7 @@ def test_names_of_other_tools_map_to_one_field():
         ("train.num_train_epochs=3", "train.epochs", 3.0),
         ("max_length=1024", "plan.capacity", 1024),
         ("lora.r=8", "adapter.rank", 8),
+        ("trl.max_length=512", "plan.capacity", 512),
     ):
         group, name = field.split(".")
         words = [word, "data.path=input.txt"] if word.startswith("data=") else [word, "adapter=lora"]
@@ -90,10 +91,15 @@ REFUSED = {
     "modle=tiny": ["model?"],
     "foo=1": ["--settings"],
     "train.lora=true": ["adapter=lora"],
+    "tokenizer.capacity=64": ["no setting tokenizer.capacity", "plan.capacity"],
+    "data.max_length=65": ["no setting data.max_length", "plan.capacity"],
+    "track.learning_rate=0.5": ["no setting track.learning_rate", "optimizer.lr"],
     "gradient_checkpointing=true": ["train.recompute=full"],
     "per_device_train_batch_size=2": ["plan.capacity", "plan.micro_batches"],
     "train.wd=0.1": ["optimizer.weight_decay"],
     "lora.r=16": ["no effect", "adapter=lora"],
+    "adapter=lora": ["documents", "data=jsonl data.path=FILE"],  # not on Python's standard library
+    "preference.loss=ipo": ["documents", "data=jsonl data.path=FILE"],
     "train.ema=0.1": ["--settings"],  # no other name is near
     "log.every=-1": ["log.every"],
     "trian.steps=3": ["train.steps?"],
@@ -141,7 +147,16 @@ def test_illegal_words_name_the_field_and_the_nearest_choice():
 def test_what_contradicts_or_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"plan\.packs_per_step or plan\.micro_batches"):
         compose(["plan.packs_per_step=8", "optimizer.gas=2"])
+    with pytest.raises(ConfigError, match=r"plan\.capacity=512 and max_length=1024 both set plan\.capacity"):
+        compose(["plan.capacity=512", "max_length=1024"])
+    assert compose(["plan.capacity=512", "max_length=512"]).plan.capacity == 512
+    assert (
+        compose(["plan.capacity=512", "plan.capacity=1024"]).plan.capacity == 1024
+    )  # as shells append words
     path = tmp_path / "bad.yaml"
+    path.write_text("learning_rate: 0.1\noptimizer:\n  lr: 0.2\n")
+    with pytest.raises(ConfigError, match=r"both set optimizer\.lr"):
+        compose([f"config={path}"])
     path.write_text("train: [1, 2\n")
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         compose([f"config={path}"])
@@ -238,6 +253,113 @@ def test_auto_begins_a_run_and_continues_it_by_the_same_words(tmp_path):
     assert compose_run([*words, "train.init_from=nowhere"]).train.init_from == ""
     with pytest.raises(ConfigError, match=r"train\.resume=auto needs out=RUN_DIR"):
         compose_run(["train.resume=auto"])
+
+
+STARTED = ("plan.packs_per_step=4", "model=tiny", "model.vocabulary_size=300", "train.seed=11")
+"""Words of a run that is resumed below."""
+KEPT = {
+    "model.rope_theta=100": "model.rope_theta",
+    "model.norm_eps=0.01": "model.norm_eps",
+    "model.logit_cap=30": "model.logit_cap",
+    "model.window=64": "model.window",
+    "model.kv_heads=2": "model.kv_heads",
+    "model.tied=false": "model.tied",
+    "model.n_layer=3": "model.layers",  # another tool's name
+    "model=small": "model.layers",  # a preset
+    "model.vocabulary_size=301": "model.vocabulary_size",
+    "plan.order=given": "plan.order",
+    "plan.window=5": "plan.window",
+    "plan.align=2": "plan.align",
+    "plan.group=false": "plan.group",
+    "plan.balance=tokens": "plan.balance",
+    "max_length=1024": "plan.capacity",  # another tool's name
+    "train.seed=12": "train.seed",
+}
+"""Setting that a resumed run must not change → its name."""
+
+
+def resumable(folder, *more):
+    """The directory of a run with the settings that it saves."""
+    run = RunDirectory(folder)
+    run.create(config_yaml(compose([*STARTED, *more])))
+    return run
+
+
+def as_file(path, word):
+    """The word `config=FILE`, whose file holds this setting."""
+    key, value = word.split("=")
+    group, _, leaf = key.rpartition(".")
+    path.write_text(f"{group}:\n  {leaf}: {value}\n" if group else f"{leaf}: {value}\n")
+    return f"config={path}"
+
+
+@pytest.mark.parametrize("resume", ["auto", "true", "path"])
+@pytest.mark.parametrize("how", ["word", "file"])
+def test_a_resumed_run_keeps_its_model_and_its_order_whatever_names_another(tmp_path, how, resume):
+    run = resumable(tmp_path / "run")
+    resumed = [f"out={run.path}", f"train.resume={run.path if resume == 'path' else resume}"]
+    for word, name in list(KEPT.items())[:: 1 if resume == "auto" else 6]:
+        given = word if how == "word" else as_file(tmp_path / "file.yaml", word)
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)} was .* cannot become"):
+            compose_run([*resumed, given])
+    for word in (
+        "model.dropout=0.1",
+        "model.attention=loop",
+        "plan.effort=2",
+        "optimizer.lr=1e-5",
+        "train.steps=7",
+    ):
+        compose_run([*resumed, word if how == "word" else as_file(tmp_path / "file.yaml", word)])
+
+
+@pytest.mark.parametrize("how", ["word", "file"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model=tiny",
+        "model.n_layer=2",
+        "model.vocabulary_size=0",
+        "max_length=2048",
+        "plan.window=4",
+        "model.tied=true",
+    ],
+)
+def test_unchanged_settings_resume_a_run(tmp_path, how, word):
+    run = resumable(tmp_path / "run")
+    given = word if how == "word" else as_file(tmp_path / "file.yaml", word)
+    for resume in ("auto", "true", str(run.path)):
+        config = compose_run([f"out={run.path}", f"train.resume={resume}", given])
+        assert (config.model, config.plan) == (compose(STARTED).model, compose(STARTED).plan)
+
+
+@pytest.mark.parametrize("how", ["word", "file"])
+def test_packs_of_a_resumed_run_are_those_of_its_steps(tmp_path, how):
+    run, file = resumable(tmp_path / "run"), tmp_path / "file.yaml"
+
+    def resumed(resume, word):
+        given = word if how == "word" else as_file(file, word)
+        return compose_run([f"out={run.path}", f"train.resume={resume}", given])
+
+    for word in ("plan.micro_batches=4", "plan.packs_per_step=8", "gradient_accumulation_steps=1"):
+        for ranks in (1, 2, 4):  # a restart by the same words, also on other ranks
+            assert resumed("auto", word).plan.for_ranks(ranks).packs_per_step == 4
+    with pytest.raises(ConfigError, match=r"plan\.packs_per_step was 4"):
+        resumed("true", "plan.packs_per_step=8")
+    same = resumed("true", "plan.micro_batches=2")
+    same.check(2)
+    with pytest.raises(ValueError, match=r"plan\.micro_batches=2 on 4 .* 8 packs .* have 4"):
+        same.check(4)
+    with pytest.raises(ValueError, match="at most 4 data-parallel ranks"):
+        resumed("true", "plan.packs_per_step=4").check(5)
+
+
+def test_a_file_may_say_that_a_run_resumes_and_where(tmp_path):
+    run, file = resumable(tmp_path / "run"), tmp_path / "file.yaml"
+    file.write_text(f"out: {run.path}\ntrain:\n  resume: auto\n  steps: 9\n  init_from: nowhere\n")
+    config = compose_run([f"config={file}"])
+    assert (config.train.resume, config.train.steps, config.train.init_from) == ("true", 9, "")
+    file.write_text(f"out: {tmp_path / 'new'}\ntrain:\n  resume: auto\n")
+    assert compose_run([f"config={file}"]).train.resume == "false"
 
 
 def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):

@@ -37,6 +37,8 @@ from multipack.atomic import read_file
 Schema = TypeVar("Schema")
 Pair = tuple[str, str]
 """(key, value) of a word."""
+Translate = Callable[[str, Any], tuple[str, Any]]
+"""(key, value) of a word or of a file → (key, value) of the schema."""
 _MOST_BYTES, _MOST_LEVELS = 1 << 20, 32
 """Bytes and nested levels of a YAML file: its parser would crash on a file of thousands of levels."""
 
@@ -52,7 +54,7 @@ def merge(
     schema: type[Schema],
     words: Iterable[str],
     base: dict[str, Any] | None = None,
-    translate: Callable[[str, Any], tuple[str, Any]] = lambda key, value: (key, value),
+    translate: Translate = lambda key, value: (key, value),
 ) -> Schema:
     """Build a dataclass of dataclasses from words.
 
@@ -60,17 +62,18 @@ def merge(
         schema: the dataclass; every field has a default.
         words: `group=preset`, `group.key=value`, `key=value` or `config=FILE`, in any order.
         base: values that replace defaults, nested by groups.
-        translate: (key, value) of a word or of `config=FILE` → (key, value) of the schema.
+        translate: names of other tools → names of the schema.
 
     Raises:
-        ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
+        ConfigError: a word is invalid, or two names of one setting have different values; the message names the field
+            and the nearest legal name or value.
     """
     groups = _groups(schema)
-    pairs = [translate(*split(word)) for word in words]
+    pairs = _translated(map(split, words), translate)
     replaced = dict(pairs)  # a saved value need not be legal any more if a word replaces it
     layers = [{key: value for key, value in flatten(base or {}).items() if key not in replaced}]
     for _, path in (pair for pair in pairs if pair[0] == "config"):
-        values = dict(translate(*pair) for pair in flatten(read_yaml(path)).items())
+        values = dict(_translated(flatten(read_yaml(path)).items(), translate))
         for group in [key for key in values if key in groups]:
             layers.append(flatten(_preset(group, groups[group], str(values.pop(group)))))
         layers.append(values)
@@ -90,6 +93,27 @@ def merge(
         raise ConfigError(_reason(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def given_values(words: Iterable[str], translate: Translate) -> dict[str, Any]:
+    """Return the values in words and, below them, in their `config=FILE`, by full name; presets by their group."""
+    pairs = _translated(map(split, words), translate)
+    files = [flatten(read_yaml(path)) for key, path in pairs if key == "config"]
+    values = [pair for file in files for pair in _translated(file.items(), translate)]
+    return dict([*values, *pairs])
+
+
+def _translated(pairs: Iterable[tuple[str, Any]], translate: Translate) -> list[tuple[str, Any]]:
+    """Translate (key, value) pairs; a ConfigError if two names of one setting have different values."""
+    found: list[tuple[str, Any]] = []
+    names: dict[str, tuple[str, Any]] = {}
+    for name, given in pairs:
+        key, value = translate(name, given)
+        other, before = names.setdefault(key, (name, value))
+        if other != name and str(before) != str(value):
+            raise ConfigError(f"{other}={before} and {name}={given} both set {key}: leave one of them out")
+        found.append((key, value))
+    return found
 
 
 def split(word: str) -> Pair:

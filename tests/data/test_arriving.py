@@ -116,6 +116,33 @@ def test_a_store_resumes_exactly(folder, follow, stop):
     assert second.report.documents > 0
 
 
+@pytest.mark.parametrize(
+    ("taken", "changed", "refused"), [(45, 1, True), (45, 2, True), (40, 2, False), (0, 1, False)]
+)
+def test_documents_behind_a_saved_position_do_not_change(folder, follow, tmp_path, taken, changed, refused):
+    """A shard of another preparation is refused if documents of it were taken, wherever the position is."""
+    first = follow(folder)
+    list(itertools.islice(first, taken))
+    state = json.loads(json.dumps(first.state_dict()))
+    for number in range(3):
+        write_shard(tmp_path / "other", number, LENGTHS[20 * number : 20 * number + 20] + (number == changed))
+    name = f"shard-0000-{changed:05}.safetensors"
+    (folder / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    if refused:
+        with pytest.raises(ValueError, match=f"{folder.name} holds other documents"):
+            follow(folder).load_state_dict(state)
+        return
+    follow(folder).load_state_dict(state)
+
+
+def test_a_store_of_another_source_is_another_stream(follow, tmp_path):
+    for key in ("a", "b"):
+        write_shard(tmp_path / key, 0, LENGTHS, key=key)
+    state = follow(tmp_path / "a").state_dict()
+    with pytest.raises(ValueError, match="another stream"):
+        follow(tmp_path / "b").load_state_dict(state)
+
+
 def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
     arriving = follow(folder, validation=0.2)
     held = validation_names(arriving)

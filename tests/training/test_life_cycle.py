@@ -53,12 +53,21 @@ def test_a_run_takes_shape_and_tokenizer_of_its_initial_weights(base, tmp_path):
 
 
 def test_the_initial_checkpoint_is_named_and_does_not_move(base):
-    words = [f"train.init_from={base}", f"preference.reference={base}"]
+    words = ["data=stdlib", f"train.init_from={base}", f"preference.reference={base}"]
     config = compose_run(words)
     first = str(RunDirectory(base).latest_checkpoint())
     assert (config.train.init_from, config.preference.reference) == (first, first)
     with pytest.raises(ConfigError, match=r"preference\.reference=nowhere"):
         compose_run([*words, "preference.reference=nowhere"])
+
+
+def test_weights_without_documents_are_not_trained_on_the_standard_library(base, tmp_path):
+    for given in (f"train.init_from={base}", f"model_name_or_path={base}"):
+        with pytest.raises(ConfigError, match=r"documents: name them, such as data=jsonl data\.path=FILE"):
+            compose_run([given])
+    (tmp_path / "file.yaml").write_text("data:\n  source: stdlib\n")
+    config = compose_run([f"train.init_from={base}", f"config={tmp_path / 'file.yaml'}"])
+    assert config.data.source == "stdlib"
 
 
 def test_preferences_keep_the_chat_template_of_the_model(tmp_path):

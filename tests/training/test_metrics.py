@@ -2,7 +2,6 @@
 
 import math
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +9,15 @@ import pytest
 import torch
 
 from multipack.parallel.step_result import DeviceClock, StepResult
-from multipack.parallel.world import World
 from multipack.planning.packing import Packs
 from multipack.run import unused_folder
-from multipack.shapes import ModelShape
-from multipack.training import precision
 from multipack.training.feed import StepData
 from multipack.training.metrics import evaluation_line, format_line, sample_line, step_line, step_metrics
 from multipack.training.precision import (
-    choose_dtype,
     deterministic,
     exact_float32,
     matmul_peak,
     resolve_dtype,
-    sample_lengths,
 )
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
@@ -93,42 +87,14 @@ def test_a_sample_is_one_line():
     assert len(line) < 100
 
 
-def test_the_dtype_auto_is_what_the_device_computes_natively(monkeypatch):
-    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        assert resolve_dtype("auto", CPU) == expected
+def test_the_dtype_auto_is_fp32_on_a_cpu_whatever_it_computes(monkeypatch):
+    """Equal runs are equal on machines that differ in speed or in load."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
+    assert resolve_dtype("auto", CPU) == torch.float32
     assert resolve_dtype("bf16", CPU) == torch.bfloat16
-
-
-@pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, "bf16"), (0.95, "fp32"), (1.25, "fp32")])
-def test_a_cpu_with_bf16_uses_it_where_a_pack_is_faster(monkeypatch, bf16_seconds, expected):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    seen = []
-
-    def timer(shape, attention, world, dtype):
-        seen.append(dtype)
-        times = iter([0.1, 2.0, 1.0, 3.0] if dtype == torch.float32 else [0.1, bf16_seconds, 3.0, 4.0])
-        return lambda lengths: next(times)
-
-    monkeypatch.setattr(precision, "decoder_timer", timer)
-    ask = partial(choose_dtype, world=World(), shape=ModelShape(), attention="auto", lengths=[5, 3])
-    dtype, note = ask("auto")
-    assert dtype == precision.DTYPES[expected]
-    assert note.startswith(f"train.dtype is {expected}: ")
-    assert f"a pack in bf16 is {1 / bf16_seconds:.2f} × as fast as in fp32" in note
-    assert seen == [torch.float32, torch.bfloat16]
-    assert ask("bf16") == (torch.bfloat16, "")
-    assert len(seen) == 2
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert ask("auto") == (torch.float32, "")
-    assert len(seen) == 2
-
-
-def test_packs_of_a_reward_model_are_timed_as_of_a_language_model():
-    shape = ModelShape(1, 2, 2, 16, 24, vocabulary_size=30, context=16, scores=1)
-    assert precision.decoder_timer(shape, "auto", World(), torch.float32)([5, 3]) > 0
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -139,29 +105,11 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
         unused_folder().mkdir(parents=True)
 
 
-def test_the_chosen_dtype_is_kept_on_resume(monkeypatch, words, tmp_path, capsys):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    times = {torch.float32: 1.0, torch.bfloat16: 2.0}
-    monkeypatch.setattr(precision, "decoder_timer", lambda *given: lambda lengths: times[given[-1]])
+def test_the_chosen_dtype_is_kept_on_resume(words, tmp_path):
     automatic = [word for word in words if not word.startswith("train.dtype")]
-    short = ["train.steps=1", "train.eval_every=0", "log.verbose=true", f"out={tmp_path / 'run'}"]
-    train(compose([*automatic, "train.dtype=auto", *short]))
-    assert "in bf16 is 0.50 × as fast as in fp32" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(precision, "decoder_timer", lambda *_: pytest.fail("measured again"))
-    resumed = compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"])
-    assert resumed.train.dtype == "fp32"
-    train(resumed)
-    train(
-        compose(
-            [*automatic, "train.dtype=auto", "train.deterministic=true", *short[:2], f"out={tmp_path / 'b'}"]
-        )
-    )
-
-
-def test_a_sample_of_lengths_fills_a_pack():
-    lengths = np.random.default_rng(1).integers(1, 100, 10_000)
-    assert 900 < sum(sample_lengths(lengths, 1000)) <= 1000
-    assert sample_lengths(np.array([500]), 100) == [100]
+    out = f"out={tmp_path / 'run'}"
+    train(compose([*automatic, "train.dtype=auto", "train.steps=1", "train.eval_every=0", out]))
+    assert compose_run(["train.resume=true", out]).train.dtype == "fp32"
 
 
 def test_float32_is_exact_on_gpus_within_a_run():

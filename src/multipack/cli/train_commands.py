@@ -93,11 +93,15 @@ def prepare(
     from multipack.data.tokenizer import TokenizerConfig
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
+    from multipack.training.given_checks import check_documents_named
+    from multipack.training.other_names import translate
     from multipack.training.run_config import compose, resolve_weights
+    from multipack.words import given_values
 
     console, path = Console(stream=sys.stderr if as_json else None), report
     composed = resolve_weights(compose(words or []))
     if path is None:
+        check_documents_named(given_values(words or [], translate), composed.train.init_from)
         sets = validation_sets(composed.data)
         if sets and (store or part != "1/1" or engine != "local"):
             raise ValueError(

@@ -102,7 +102,7 @@ class Arriving(ABC):
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
         validation = head.split(data.validation_share, data.split_seed)[1]
-        self._held, self._first_checksum = validation.pieces["document"], first.checksum
+        self._held, self._first = validation.pieces["document"], [first.header.key, first.checksum]
         self.validation, self.validation_fit = self._fit(validation)
         self._chunk = *self._training(first, self.start), end
 
@@ -125,6 +125,10 @@ class Arriving(ABC):
     def _document(self, item: dict[str, Any]) -> Document:
         """The document of an item."""
 
+    def _taken(self, begin: Position, number: int) -> str:
+        """What identifies the documents before item `number` of the chunk at a position, if they can be read again."""
+        return ""
+
     @property
     @abstractmethod
     def warnings(self) -> list[str]:
@@ -142,9 +146,9 @@ class Arriving(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 of the first chunk and of all settings that determine the items."""
+        """Sha256 of the first chunk, of what prepared it and of all settings that determine the items."""
         settings = {name: getattr(self._data, name) for name in DECISIVE}
-        decisive = json.dumps([self._first_checksum, self._limit, settings], sort_keys=True)
+        decisive = json.dumps([*self._first, self._limit, settings], sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
 
     def interrupt(self) -> None:
@@ -192,17 +196,23 @@ class Arriving(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
         place = {"fingerprint": self.fingerprint, "begin": self._begin, "number": self._number}
-        return sealed({**place, "report": list(astuple(self.report)[1:])})
+        taken = self._taken(self._begin, self._number)
+        return sealed({**place, "taken": taken, "report": list(astuple(self.report)[1:])})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
-        names = ("fingerprint", "begin", "number", "report")
+        names = ("fingerprint", "begin", "number", "taken", "report")
         with opened(state, f"the saved position in {self.name}", *names):
             if state["fingerprint"] != self.fingerprint:
                 raise ValueError(
-                    f"the saved position belongs to another stream than {self.name}: its first documents, its"
-                    f" tokenizer, the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was"
+                    f"the saved position belongs to another stream than {self.name}: its source, its first documents,"
+                    f" its tokenizer, the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was"
                     " different"
+                )
+            if state["taken"] != self._taken(state["begin"], state["number"]):
+                raise ValueError(
+                    f"{self.name} holds other documents than those that the saved position has behind it: restore its"
+                    " shards, or start a new run with another out="
                 )
             self._go(state["begin"], state["number"], FitReport(self._limit, *state["report"]))
 
@@ -221,6 +231,7 @@ class GrowingFolder(Arriving):
         self.name = str(self._folder)
         self._store: TokenStore | None = None  # with the shards that are known
         self._documents = lru_cache(OPEN_SHARDS)(self._open)
+        self._chain = [""]  # digests of the content of the first 0, 1, 2 … shards
         super().__init__(data, limit)
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
@@ -267,6 +278,20 @@ class GrowingFolder(Arriving):
     def warnings(self) -> list[str]:
         """Those of the shards that are there."""
         return self._store.warnings if self._store is not None else []
+
+    def _taken(self, begin: Position, number: int) -> str:
+        """A digest of the content of all shards up to this one."""
+        count = begin["shard"] + (number > 0)
+        if self._store is None or len(self._store.shards) < count:
+            self._refresh()
+        shards = self._store.shards if self._store is not None else []
+        for shard in shards[len(self._chain) - 1 : count]:
+            self._chain.append(hashlib.sha256(f"{self._chain[-1]} {shard.content:x}".encode()).hexdigest())
+        if len(self._chain) <= count:
+            raise ValueError(
+                f"{self.name} has {len(shards)} shards, and documents of {count} were taken: restore them"
+            )
+        return self._chain[count]
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         shard = self._begin["shard"]

@@ -10,19 +10,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
+import torch
+
+from multipack.data.collate import PackedCollator
 from multipack.data.corpus import load_corpus
+from multipack.data.documents import Document
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
 from multipack.planning.report import even
 from multipack.reports.console import PLANNING, Console
 from multipack.shapes import ModelShape
-from multipack.training.precision import DTYPES, Timer, decoder_timer
+from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
 from multipack.training.run_parts import device_settings, shape_of
+
+Timer = Callable[[list[int]], float]
+"""Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
 
 PACKS = 24
 """Packs of the plan that are timed, half of them to fit and half of them to check."""
@@ -60,7 +72,7 @@ def calibrate_documents(config: Config, world: World, console: Console) -> tuple
             f"{len(chosen)} packs are too few to fit a cost and to check it: give more documents, or lower"
             f" plan.capacity={config.plan.capacity}"
         )
-    train, _ = device_settings(config, world, shape, chosen[0])
+    train, _ = device_settings(config, world)
     compiled, dtype = train.compile == "true", DTYPES[train.dtype]
     timer, calls = decoder_timer(shape, config.model.attention, world, dtype, compiled), count(1)
     with console.progress("timing packs") as advance:
@@ -147,3 +159,31 @@ def _affordable(timer: Timer, capacity: int, longest: int, budget_seconds: float
             break
         tokens = larger
     return tokens
+
+
+def decoder_timer(
+    shape: ModelShape, attention: str, world: World, dtype: torch.dtype, compiled: bool = False
+) -> Timer:
+    """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
+    with world.device:
+        model = Decoder(replace(shape, scores=0), attention=attention)  # a reward model's loss needs pairs
+    if compiled:
+        compile_blocks(model)
+
+    def seconds(lengths: list[int]) -> float:
+        draw = np.random.default_rng(len(lengths))
+        documents = [
+            Document(draw.integers(0, shape.vocabulary_size, length, np.uint32), np.array([[0, length]]))
+            for length in lengths
+        ]
+        batch = PackedCollator(len(documents), max(lengths))(documents).to(world.device)
+        world.synchronize()
+        start = time.perf_counter()
+        with torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(batch)
+        # Gradients accumulate, as in a step of several micro-batches.
+        (loss / sum(lengths)).backward()
+        world.synchronize()
+        return time.perf_counter() - start
+
+    return seconds

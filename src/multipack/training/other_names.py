@@ -24,7 +24,7 @@ ALIASES: dict[str, str] = {
     "optimizer.learning_rate": "optimizer.lr",
     "optimizer.grad_clip": "optimizer.clip",
     "optimizer.lr_decay_iters": "optimizer.decay_steps",
-    # transformers, TRL, peft, Axolotl: alone, or in any group
+    # transformers, TRL, peft, Axolotl: alone, in the group of the setting here, or in one of `OTHER_GROUPS`
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.schedule",
     "warmup_ratio": "optimizer.warmup_steps",
@@ -59,6 +59,9 @@ ALIASES: dict[str, str] = {
     "use_rslora": "adapter.rank_stabilized",
 }
 """Name of a setting elsewhere → name here."""
+
+OTHER_GROUPS = ("axolotl", "lora", "peft", "transformers", "trl")
+"""Groups in which a setting has its name elsewhere."""
 
 VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("train.dtype", "bfloat16"): "bf16",
@@ -111,10 +114,13 @@ def translate(key: str, value: Any) -> tuple[str, Any]:
     Raises:
         ConfigError: multipack has no equivalent of the setting; the message has what to set instead.
     """
-    leaf = key.rpartition(".")[2]
+    group, _, leaf = key.rpartition(".")
     if hint := HINTS.get(key) or HINTS.get(leaf):
         raise ConfigError(f"{key} has no equivalent here: {hint}")
-    key = ALIASES.get(key) or ALIASES.get(leaf, key)
+    name = ALIASES.get(key) or ALIASES.get(leaf, key)
+    if key not in ALIASES and key != name and group not in ("", name.rpartition(".")[0], *OTHER_GROUPS):
+        raise ConfigError(f"there is no setting {key}; did you mean {leaf}, which is {name} here?")
+    key = name
     if key == "train.init_from" and value in ("scratch", "resume"):  # all other values are paths
         key, value = "train.resume", str(value == "resume").lower()
     return key, VALUE_ALIASES.get((key, str(value)), value)

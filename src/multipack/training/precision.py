@@ -5,20 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
-from multipack.models.compile import compile_blocks
-from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
-from multipack.shapes import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `train.dtype`."""
@@ -43,104 +35,19 @@ papers of GA102, Ada and Blackwell for GeForce; AMD's of Instinct MI210 to MI355
 a device.
 """
 
-Timer = Callable[[list[int]], float]
-"""Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
-
-FASTER = 1.1
-"""How many times as fast as fp32 a pack in bf16 must be on a CPU, where `train.dtype` is auto.
-
-Best times of equal programs differ by a few percent on a shared machine; and bf16 has 8 bits of mantissa and, on CPUs,
-more memory, since attention and norms save float32 copies: in the default run on a machine with AMX, twice as much for
-0.4 % more tokens per second.
-"""
-
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS deterministic; the command line sets a default."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of forward passes: `auto` is bf16 if the device computes it natively."""
+    """The dtype of forward passes: `auto` is bf16 on a GPU that computes it natively, else fp32.
+
+    On a CPU, casts cost more than products save where a model is small, and no default may depend on measured times.
+    """
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        # torch has only private functions for this; if they are missing, fp32 is always correct.
-        checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        native = any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
-
-
-def choose_dtype(
-    name: str, world: World, shape: ModelShape, attention: str, lengths: Sequence[int]
-) -> tuple[torch.dtype, str]:
-    """`resolve_dtype`, but on a CPU with native bf16 only if a measured pack is `FASTER`; collective.
-
-    Native instructions need not make a step faster: casts and sums over few tokens may cost more than products save.
-    Rank 0 times forward and backward passes of one pack in both dtypes, three times each.
-
-    Args:
-        name: value of `train.dtype`.
-        world: all ranks.
-        shape: of the decoder to time.
-        attention: its backend.
-        lengths: lengths of the pack's documents.
-
-    Returns:
-        The dtype, and a note on what was measured; empty = nothing was.
-    """
-    if name != "auto" or world.device.type != "cpu":
-        return resolve_dtype(name, world.device), ""
-
-    def measure() -> str:
-        if resolve_dtype(name, world.device) == torch.float32:
-            return ""
-        seconds = {}
-        for each in (torch.float32, torch.bfloat16):
-            timer = decoder_timer(shape, attention, world, each)
-            timer(list(lengths))  # allocates, and compiles kernels for the shapes
-            seconds[each] = min(timer(list(lengths)) for _ in range(3))
-        return f"{seconds[torch.float32] / seconds[torch.bfloat16]:.2f}"
-
-    speed = world.on_main(measure)  # one choice for all ranks, also where processors differ
-    chosen = "bf16" if speed and float(speed) >= FASTER else "fp32"
-    note = f"train.dtype is {chosen}: on this CPU, a pack in bf16 is {speed} × as fast as in fp32 (bf16 from {FASTER})"
-    return DTYPES[chosen], note if speed else ""
-
-
-def sample_lengths(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """Lengths of random documents that fill a pack of at most `capacity` tokens."""
-    drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), 4096))
-    fitting = drawn[drawn.cumsum() <= capacity]
-    return fitting.tolist() or [min(int(drawn[0]), capacity)]
-
-
-def decoder_timer(
-    shape: ModelShape, attention: str, world: World, dtype: torch.dtype, compiled: bool = False
-) -> Timer:
-    """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
-    with world.device:
-        model = Decoder(replace(shape, scores=0), attention=attention)  # a reward model's loss needs pairs
-    if compiled:
-        compile_blocks(model)
-
-    def seconds(lengths: list[int]) -> float:
-        draw = np.random.default_rng(len(lengths))
-        documents = [
-            Document(draw.integers(0, shape.vocabulary_size, length, np.uint32), np.array([[0, length]]))
-            for length in lengths
-        ]
-        batch = PackedCollator(len(documents), max(lengths))(documents).to(world.device)
-        world.synchronize()
-        start = time.perf_counter()
-        with torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(batch)
-        # Gradients accumulate, as in a step of several micro-batches.
-        (loss / sum(lengths)).backward()
-        world.synchronize()
-        return time.perf_counter() - start
-
-    return seconds
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:

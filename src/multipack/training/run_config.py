@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from multipack.data.data_config import DataConfig, TokenizerConfig
+from multipack.data.skipped import counted
 from multipack.hub import model_folder
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
@@ -24,19 +25,16 @@ from multipack.run import (
 )
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.combination_checks import check_optimizer, check_sharing
+from multipack.training.given_checks import (
+    FIXED_AT_START,
+    check_adapter,
+    check_documents_named,
+    check_unchanged,
+)
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.training.sharing_checks import check_sharing
-from multipack.words import ConfigError, flatten, merge, read_yaml, split
-
-FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
-"""Settings that `train.resume=auto` ignores when it resumes: they have an effect on a new run only."""
-
-FREE_ON_RESUME = {
-    *("plan.packs_per_step", "plan.micro_batches"),
-    *("model.attention", "model.kernels", "model.dropout", "model.architecture"),
-}
-"""Settings of plan and model that a resumed run may change."""
+from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
 
 
 @dataclass(frozen=True)
@@ -142,35 +140,11 @@ class Config:
                 f"plan.effort={self.plan.effort} needs all documents at once: leave out data.stream"
             )
         parallel.check_context(self.model.attention, train.fixed_shape)
-        self._check_optimizer()
+        check_optimizer(self)
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
                 " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
-            )
-
-    def _check_optimizer(self) -> None:
-        """Check that the optimizer can update tensors as ranks divide them."""
-        name, parallel = self.optimizer.name, self.parallel
-        if name == "muon" and parallel.offloads_parameters:
-            raise ValueError(
-                f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
-                " host: use parallel.offload=none, or optimizer.name=adamw"
-            )
-        if name == "adamw_8bit" and parallel.tensor > 1:
-            raise ValueError(
-                f"optimizer.name=adamw_8bit has scales of 256 neighboring columns, which parallel.tensor="
-                f"{parallel.tensor} divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
-            )
-        if name.endswith(("_bnb", "_ao")) and (parallel.uses_fsdp or parallel.offload != "none"):
-            plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
-            setting = next(
-                (each for each, value in plain.items() if getattr(parallel, each) != value), "data"
-            )
-            raise ValueError(
-                f"optimizer.name={name} updates whole tensors on the device, which parallel.{setting}="
-                f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
-                " or optimizer.name=adamw_8bit"
             )
 
     def _check_slots(self) -> None:
@@ -189,6 +163,20 @@ class Config:
         parallel, ranks = self.parallel, self.parallel.data_size(processes)
         packs = self.plan.for_ranks(ranks).packs_per_step
         check_readers(self.data.readers, ranks)
+        saved = self.plan.packs_per_step
+        if self.train.resume != "false":
+            needed = fit_micro_batches(parallel, -(-packs // ranks)) * ranks
+            if self.plan.micro_batches and saved not in (packs, needed):
+                raise ValueError(
+                    f"plan.micro_batches={self.plan.micro_batches} on {counted(ranks, 'data-parallel ranks')} makes"
+                    f" {counted(packs, 'packs')} a step, and the steps of the resumed run have {saved}: leave it out"
+                )
+            packs = saved
+            if parallel.pipeline == 1 and ranks > packs:
+                raise ValueError(
+                    f"{ranks} data-parallel ranks cannot share the {counted(packs, 'packs')} of a step of the resumed"
+                    f" run: start at most {packs} data-parallel ranks, or a new run with train.init_from="
+                )
         if parallel.pipeline == 1 and ranks > packs:
             raise ValueError(
                 f"{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs: set it to at least"
@@ -246,21 +234,18 @@ def compose_run(words: Iterable[str]) -> Config:
             word changes a setting that must not change.
     """
     given = list(words)
-    settings = dict(translate(*split(word)) for word in given)
-    resume, out = settings.get("train.resume", "false"), settings.get("out", "")
-    if resume.lower() == "auto":
+    values = given_values(given, translate)
+    resume, out = str(values.get("train.resume", "false")), str(values.get("out", ""))
+    restarts = resume.lower() == "auto"
+    if restarts:
         if not out:
             raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
-        exists = RunDirectory(out).config.is_file()
-        removed = ("train.resume", *(FIXED_AT_START if exists else ()))
-        settings = {key: value for key, value in settings.items() if key not in removed}
-        given = [word for word in given if translate(*split(word))[0] not in removed]
-        resume = settings["train.resume"] = str(exists).lower()
+        resume = str(RunDirectory(out).config.is_file()).lower()
         given.append(f"train.resume={resume}")
     if resume.lower() in ("false", ""):
-        files = [flatten(read_yaml(path)) for key, path in map(split, given) if key == "config"]
-        values = dict(translate(*pair) for file in files for pair in file.items()) | settings
-        return resolve_weights(compose(given, initial_model(values)))
+        config = resolve_weights(compose(given, initial_model(values)))
+        check_documents_named(values, config.train.init_from)
+        return config
     path = out if resume.lower() == "true" else resume
     if not path:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
@@ -278,14 +263,34 @@ def compose_run(words: Iterable[str]) -> Config:
         )
     # The settings saved in the checkpoint, because later words may have changed those in the run directory.
     before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
-    config = compose(given, before)
-    _check_unchanged(before, settings)
-    if differing := config.adapter.differing(saved_adapter(before)):
-        raise ConfigError(
-            f"adapter.{differing[0]} cannot change in a resumed run, whose adapters depend on it; leave it out, or"
-            " start a new run with another out="
-        )
-    config.out = str(run.path)
+    return _continued(compose(given, before), before, restarts, str(run.path))
+
+
+def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str) -> Config:
+    """The configuration of a saved run with the settings `before`, composed with changes, which are checked.
+
+    `restarts`: those that a new run had given, such as packs for its number of ranks, keep their saved values.
+    """
+    old = flatten(before)
+    if restarts:
+        for key in FIXED_AT_START:
+            group, _, name = key.partition(".")
+            if key in old:
+                setattr(config, group, replace(getattr(config, group), **{name: old[key]}))
+    packs = old.get("plan.packs_per_step", config.plan.packs_per_step)
+    if config.plan.micro_batches:  # `check`, which knows the number of ranks, compares them with these packs
+        config.plan = replace(config.plan, packs_per_step=packs)
+    if not config.model.vocabulary_size:  # presets leave it to the tokenizer
+        config.model = replace(config.model, vocabulary_size=old.get("model.vocabulary_size", 0))
+    if config.adapter.name != "none":
+        saved = old.get("adapter.base", "")
+        moved = not (restarts and saved and Path(saved).exists())
+        base = str(_weights(config.adapter.base or saved, "adapter.base").resolve()) if moved else saved
+        head = config.adapter.with_head("score") if old.get("model.scores") else config.adapter
+        config.adapter = replace(head, base=base)
+    check_unchanged(old, flatten(asdict(config)) | {"plan.micro_batches": 0})
+    check_adapter(saved_adapter(before), config.adapter)
+    config.out = out
     return config
 
 
@@ -373,19 +378,3 @@ def _weights(path: str, setting: str) -> Path:
         return weights_folder(folder)
     except FileNotFoundError as error:
         raise ConfigError(f"{setting}={path}: {error}") from error
-
-
-def _check_unchanged(before: dict[str, Any], settings: dict[str, str]) -> None:
-    """Check that `settings` do not change plan or model of the saved run with the configuration `before`.
-
-    Raises:
-        ConfigError: a setting differs; the message names it.
-    """
-    old = flatten(before)
-    for key, value in settings.items():
-        fixed = key.startswith(("plan.", "model.")) and key not in FREE_ON_RESUME
-        if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
-            raise ConfigError(
-                f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
-                " on it; leave it out, or start a new run with another out="
-            )

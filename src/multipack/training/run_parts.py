@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
 from multipack.training.objective import Objective
 from multipack.training.pack_loaders import PackLoaders
-from multipack.training.precision import DTYPES, choose_dtype, deterministic, exact_float32, sample_lengths
+from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
@@ -171,30 +171,17 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
     return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
 
 
-def device_settings(
-    config: Config, world: World, shape: ModelShape, lengths: Sequence[int]
-) -> tuple[TrainConfig, list[str]]:
+def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str]]:
     """Choose dtype, compile and fixed_shape by the device where they are auto; collective.
-
-    Args:
-        config: settings of the run.
-        world: all ranks.
-        shape: of the decoder to time, see `choose_dtype`.
-        lengths: lengths of the documents of a pack to time.
 
     Returns:
         `config.train` with these choices, and notes on them for the header of the run.
     """
     train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
-    if world.size > 1 and (parallel.shards_parameters or parallel.pipeline > 1 or parallel.tensor > 1):
-        # A rank may have no memory for the whole model.
-        shape = replace(shape, layers=min(shape.layers, 2), window_layers=0)
-    if shape.architecture and train.compile == "auto":
+    notes: list[str] = []
+    dtype = resolve_dtype(train.dtype, world.device)
+    if config.model.architecture and train.compile == "auto":
         train = replace(train, compile="false")
-    if train.dtype == "auto" and (train.deterministic or shape.architecture) and not on_gpu:
-        train = replace(train, dtype="fp32")  # a choice by measured times could differ between equal runs
-    dtype, note = choose_dtype(train.dtype, world, shape, config.model.attention, lengths)
-    notes: list[str] = [Detail(note)] if note else []
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
         # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly.
@@ -219,12 +206,8 @@ def resolve(
     Returns:
         The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
     """
-    corpus, capacity, optimizer = objective.corpus, config.plan.longest, config.optimizer
-    lengths = [capacity]
-    if corpus.arriving is None:
-        documents = corpus.train if len(corpus.train) else corpus.validation
-        lengths = sample_lengths(documents.lengths, capacity)
-    train, notes = device_settings(config, world, shape, lengths)
+    optimizer = config.optimizer
+    train, notes = device_settings(config, world)
     if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         lr *= ADAPTER_LR_SCALE if config.adapter.name != "none" else 1

@@ -50,7 +50,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of initial weights, document order, dropout and samples."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of forward passes; auto = bf16 where the device has it (on a CPU: if 1.1 x as fast), else fp32."""
+    """Precision of forward passes; auto = bf16 on GPUs that compute it natively, else fp32."""
     device: Device = "auto"
     """Where to train; auto = a GPU if there is one."""
     sample_prompt: str = ""
