@@ -282,6 +282,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) -> None:
     ours, theirs = _effective(shape), _effective(initial.shape)
+    if not ours["family"] or not theirs["family"]:
+        del theirs["family"]  # the shape of words, or of a run of words
     if not initial.shape.scores:  # a reward model starts from a language model
         del theirs["scores"]
     # `_effective` leaves out context or rope_theta, depending on the positions.
