@@ -210,4 +210,4 @@ def test_adapters_that_peft_cannot_have_are_refused(changes, train, message):
     add_adapters(model, config)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     with pytest.raises(ValueError, match=message):
-        to_peft(shape, config, trained)
+        to_peft(shape, config, trained, {})

@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_models import save_model
 from multipack.models.decoder import Decoder
 from multipack.models.huggingface import build_decoder, config_of, decoder_shape, to_huggingface
 from multipack.models.pretrained import open_weights
 from multipack.models.rotary import rotary_tables
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.families import BY_TYPE
+from multipack.training.export import export
 
 NAMES = [
     *(
@@ -131,6 +134,47 @@ def test_transformers_reads_our_files_and_we_read_its(
     found, state = load_weights(tmp_path / "theirs")
     assert found == shape
     same_logits(other, build_decoder(found, state))
+
+
+LONG = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4},
+    "longrope": {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]},
+}
+PLAIN = {
+    "gpt2": {"intermediate_size": 64},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 16},
+    "qwen2": {"use_sliding_window": True},
+    "exaone4": {"sliding_window": 8},
+}
+CASES = [(kind, None) for kind in BY_TYPE] + [("phi3", "longrope")]
+CASES += [(kind, "yarn") for kind in BY_TYPE if kind not in ("gpt2", "ministral3", "phi3")]
+FAST = ("phi3", "gpt2", "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [pytest.param(*case, marks=[] if case[0] in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_the_plainest_and_the_longest_model_of_each_family_as_transformers_writes_it(
+    transformers, tmp_path, same_logits, kind, scaling
+):
+    """Its logits, tensors bit by bit and config.json; families whose shapes are equal differ in names of tensors."""
+    rope = {} if scaling is None else {"rope_parameters": dict(LONG[scaling])}
+    if rope and BY_TYPE[kind].own_rotation:
+        plain = {"rope_type": "default", "rope_theta": 1e4}
+        rope = {"rope_parameters": {"full_attention": LONG[scaling], "sliding_attention": plain}}
+    heads = {} if kind == "gpt2" else {"num_key_value_heads": 2, "head_dim": 4}
+    theirs = save_model(kind, tmp_path / "theirs", **heads, **PLAIN.get(kind, {}), **rope)
+    shape, state = load_weights(tmp_path / "theirs")
+    assert shape.family == kind
+    same_logits(theirs, build_decoder(shape, state))
+    export(tmp_path / "theirs", tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+    assert [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours")] == [
+        json.loads((tmp_path / "theirs" / "config.json").read_text())
+    ] * 2
 
 
 def test_a_folder_is_one_call(model, folder, pack, documents):
@@ -352,6 +396,9 @@ def test_tied_embeddings_that_differ_are_refused(folder):
 
 LLAMA_CONFIG = config_of(ModelShape(1, 2, 1, 16, 24, vocabulary_size=20))
 LONG_ROPE = {"type": "su", "short_factor": [1], "long_factor": [2], "original_max_position_embeddings": 4}
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": True}
+GEMMA2 = {"model_type": "gemma2", "hidden_act": None, "num_hidden_layers": 3, "sliding_window": 4}
+IRREGULAR = ["full_attention", "sliding_attention", "sliding_attention"]
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 GPT2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
@@ -361,7 +408,12 @@ def test_unsupported_models_are_refused(tmp_path):
     for config, changes, named in (
         (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type="),
         (LLAMA_CONFIG, {"model_type": "cohere"}, "cohere.* llama, mistral"),
-        (LLAMA_CONFIG, {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        (LLAMA_CONFIG, {**QWEN2, "max_window_layers": 0}, "use_sliding_window=True.*use model=hf:"),
+        (
+            LLAMA_CONFIG,
+            {**GEMMA2, "layer_types": IRREGULAR},
+            "layer_types gives windows to 2 of 3.*model=hf:",
+        ),
         (LLAMA_CONFIG, {"num_hidden_layers": 1 << 64}, r"model\.layers must be between 1 and"),
         (LLAMA_CONFIG, {"hidden_size": 10**30}, r"model\.d_model must be between 1 and"),
         (LLAMA_CONFIG, {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_models import SIZES
+from hf_models import SIZES, save_model, short_run
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.training.export import export
 from multipack.training.run_config import compose_run
@@ -108,6 +108,31 @@ def test_a_run_keeps_what_it_started_with(source, tmp_path):
     train(compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"]))
     export(tmp_path / "run", tmp_path / "out")
     check_same(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("settings", ["", "adapter=lora"])
+def test_a_run_keeps_a_family_that_its_shape_does_not_show(tmp_path, settings, capsys):
+    """Phi-3 with full rotary width has the shape of Llama, and other tensors."""
+    source = tmp_path / "source"
+    save_model("phi3", source, num_key_value_heads=2, sliding_window=None)
+    words = [*short_run(tmp_path), *settings.split(), "train.steps=1", "optimizer.lr=0"]
+    train(compose_run([*words, f"train.init_from={source}", f"out={tmp_path / 'run'}"]))
+    assert "Phi3," in capsys.readouterr().out
+    train(compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"]))
+    export(tmp_path / "run", tmp_path / "out", merge=bool(settings))
+    expected, found = tensors_of(source), tensors_of(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out"))
+    assert after == before
+    shape = "layers=2 heads=4 kv_heads=2 d_model=16 d_ff=24 context=64 tied=false norm_eps=1e-6 family=llama"
+    words += [
+        *(f"model.{word}" for word in shape.split()),
+        f"train.init_from={source}",
+        f"out={tmp_path / 'x'}",
+    ]
+    with pytest.raises(ValueError, match=r"model\.family=llama \(there phi3\)"):
+        train(compose_run(words))
 
 
 def test_the_language_model_of_a_model_with_images_is_exported_alone(tmp_path):

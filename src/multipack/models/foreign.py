@@ -126,7 +126,13 @@ def _shape(folder: str, config: Any) -> ModelShape:
         known = {**found, **kept, "context": found["context"] or 1 << 20}
     learned = not any(values.get(name) for name in _ROTARY)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    made: dict[str, Any] = {"architecture": folder, "unsupported": "", "tied": tied, "dropout": 0.0}
+    made: dict[str, Any] = {
+        "architecture": folder,
+        "family": "",
+        "unsupported": "",
+        "tied": tied,
+        "dropout": 0.0,
+    }
     made["logit_cap"] = float(getattr(config, "final_logit_softcapping", None) or 0.0)
     return ModelShape(**{**known, **made, "positions": "learned" if learned else "rope"})
 

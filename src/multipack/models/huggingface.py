@@ -37,7 +37,7 @@ _FREE = (
     ),
     *("norm_eps", "rope_theta", "rope_type", "rope_factor", "rope_context", "rope_attention", "unsupported"),
     "rope_factors",
-    *("window_layers", "qkv_bias", "scores"),
+    *("window_layers", "qkv_bias", "scores", "family"),
 )
 """Fields that models of every family choose, or that are compared by their effect."""
 _SCORE = "score.weight"
@@ -47,12 +47,16 @@ _CLASSIFIERS = {"gemma3_text": "Gemma3TextForSequenceClassification", "granite":
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The first family that can represent a decoder of this shape.
+    """The family of the file that a shape is of; of other shapes the first one that can represent the decoder.
+
+    Families name and join tensors in different ways, which does not follow from the shape: Phi-3 and Llama may have
+    equal shapes.
 
     Raises:
         ValueError: no family can; the message gives the reasons of the nearest one.
     """
-    differing = {family.model_type: _differing(shape, family) for family in FAMILIES}
+    families = [BY_TYPE[shape.family]] if shape.family else FAMILIES
+    differing = {family.model_type: _differing(shape, family) for family in families}
     nearest = min(differing, key=lambda name: len(differing[name]))
     if not differing[nearest]:
         return BY_TYPE[nearest]
@@ -357,12 +361,22 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     config = language_config(read_json(source) if isinstance(source, Path) else source)
     kind = str(config.get("model_type"))
     if kind not in BY_TYPE:
-        raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(BY_TYPE)}")
+        raise ValueError(
+            f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(BY_TYPE)}, or use model=hf:FOLDER"
+        )
     try:
         shape = ModelShape.from_huggingface(config)
         shape = replace(shape, scores=scores_of(config))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if shape.unsupported:
-        raise ValueError(f"{where}: {shape.unsupported} is not supported by this decoder")
+    problem = f"{shape.unsupported} is not supported by this decoder" if shape.unsupported else ""
+    if not problem and shape.window_layers not in (0, shape.layers):
+        problem = (
+            f"layer_types gives windows to {shape.window_layers} of {shape.layers} layers in no pattern of this"
+            " decoder, which has them in all layers, or in all but every n-th"
+        )
+    if problem:
+        raise ValueError(
+            f"{where}: {problem}; use model=hf:{Path(where).parent if where is source else 'FOLDER'}"
+        )
     return shape

@@ -7,7 +7,9 @@ norm.weight (trained whole)          base_model.model.model.norm.weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names of an adapter."""
 _PREFIX = "base_model.model."
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_HEAD = "lm_head.weight"
 _MOST_BYTES = 1 << 36
 _READ = frozenset(
     {
@@ -34,13 +37,16 @@ _READ = frozenset(
         *("use_dora", "base_model_name_or_path", "task_type", "inference_mode", "auto_mapping", "revision"),
         *("exclude_modules", "fan_in_fan_out", "init_lora_weights", "peft_version", "loftq_config"),
         *("runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
     }
 )
-"""Settings of peft that are read, or do not change what a saved adapter computes."""
+"""Settings of peft that are read, or do not change what a saved adapter computes: tensors say what is adapted."""
+_ENDLESS = re.compile(r"\)[*+?{]|(?:[^*+?{]*[*+?{]){3}|(?:[^|]*\|){9}")
+"""Regular expressions of files that may take long on a name: repeated groups, many repetitions or alternatives."""
 
 
 def to_peft(
-    shape: ModelShape, config: AdapterConfig, state: Mapping[str, Tensor]
+    shape: ModelShape, config: AdapterConfig, state: Mapping[str, Tensor], alphas: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content of adapter_config.json, and the tensors, of an adapter.
 
@@ -48,12 +54,14 @@ def to_peft(
         shape: of the decoder.
         config: of the adapter.
         state: what was trained, by name.
+        alphas: matrix → its alpha, where it is another than that of `config`.
 
     Raises:
         ValueError: peft cannot have this adapter on transformers' model.
     """
     modules, tensors = modules_of(shape), dict[str, Tensor]()
     targets, whole = list[str](), list[str]()
+    patterns: dict[str, dict[str, float]] = {"rank_pattern": {}, "alpha_pattern": {}}
     held: dict[str, list[str]] = {}
     for name in state:
         module, _, own = name.rpartition(".")
@@ -73,6 +81,10 @@ def to_peft(
                 " them: export the whole model with --merge"
             )
         (targets if "lora_a" in held[found[0]] else whole).append(theirs)
+        if "lora_a" in held[found[0]] and (rank := len(state[f"{found[0]}.lora_a"])) != config.rank:
+            patterns["rank_pattern"][theirs] = rank
+        if found[0] in alphas:
+            patterns["alpha_pattern"][theirs] = alphas[found[0]]
         for own in held[found[0]]:
             tensors[f"{_PREFIX}{theirs}.{_NAMES.get(own, own)}"] = state[f"{found[0]}.{own}"]
     if shape.scores:
@@ -89,6 +101,7 @@ def to_peft(
         "use_dora": config.name == "dora",
         "target_modules": targets,
         "modules_to_save": whole or None,
+        **{name: values for name, values in patterns.items() if values},
         "bias": "none",
         "fan_in_fan_out": any(transposed for *_, transposed in modules),
         "inference_mode": True,
@@ -134,8 +147,8 @@ def _saved(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder / PEFT_WEIGHTS} cannot be read ({reason})") from error
 
 
-def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """An adapter in peft's format: its settings, and its tensors by the decoder's names.
+def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, float]]:
+    """An adapter in peft's format: its settings, its tensors by the decoder's names, and the `alphas` of `to_peft`.
 
     Args:
         folder: has adapter_config.json and adapter_model.safetensors.
@@ -145,12 +158,21 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         ValueError: it is no LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
             model.
     """
-    config = _config(folder)
+    config, given = _config(folder), read_json(folder / PEFT_CONFIG)
+    ranks, alphas = (
+        _by_pattern(folder / PEFT_CONFIG, name, given.get(name), default)
+        for name, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
+    )
     sizes, found = parameter_shapes(shape), dict[str, Tensor]()
+    wanted_ranks, own_alphas = dict[str, int](), dict[str, float]()
     back = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
     back |= {"score": (("score",), False)} if shape.scores else {}
-    for name, value in _saved(folder).items():
-        module, own = _split(name.removeprefix(_PREFIX))
+    saved = {name.removeprefix(_PREFIX): value for name, value in _saved(folder).items()}
+    _check_outside(folder, shape, saved, back)
+    for name, value in saved.items():
+        if shape.tied and name == _HEAD:
+            continue  # equal to the embedding
+        module, own = _split(name)
         ours, turned = back.get(module, ((), False))
         if turned and own == "weight":
             value = value.t()
@@ -159,6 +181,9 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         parts = torch.split(value, rows) if joined else [value] * len(rows)
         for each, part in zip(ours, parts, strict=False):
             found[f"{each}.{own}"] = part.to(torch.float32).contiguous()
+            wanted_ranks[each] = int(ranks(module))
+            if own == "lora_a" and (alpha := alphas(module)) != config.alpha:
+                own_alphas[each] = alpha
         if not rows:
             raise ValueError(
                 f"{folder}: {name} belongs to no module of the model that base_model_name_or_path names"
@@ -166,14 +191,62 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
     for name, value in found.items():
         module, _, own = name.rpartition(".")
         rows, columns = (*sizes[f"{module}.weight"], 0)[:2]
-        adapter = {"lora_a": (config.rank, columns), "lora_b": (rows, config.rank), "magnitude": (rows,)}
+        rank = wanted_ranks[module]
+        adapter = {"lora_a": (rank, columns), "lora_b": (rows, rank), "magnitude": (rows,)}
         wanted = adapter.get(own) or tuple(sizes.get(name, ()))
         if tuple(value.shape) != wanted:
             raise ValueError(
                 f"{folder} is an adapter of another model than base_model_name_or_path names: its {name} is"
                 f" {tuple(value.shape)}, and there it is {wanted}"
             )
-    return config, found
+    return config, found, own_alphas
+
+
+def _check_outside(
+    folder: Path, shape: ModelShape, saved: Mapping[str, Tensor], back: Mapping[str, tuple[Any, bool]]
+) -> None:
+    """Check what an adapter changes outside of blocks: the embedding, and the head, which may be the same matrix.
+
+    Raises:
+        ValueError: they have adapters of their own, or are no longer the same.
+    """
+    for name in saved:
+        module, layer, _ = name.partition(".base_layer.")
+        module, rows, _ = (name if not layer else module).partition(".lora_embedding_")
+        if layer or rows:
+            raise ValueError(
+                f"{folder}: the adapter of {module} changes the vocabulary's rows, which is not computed here; merge"
+                " the adapter with peft"
+            )
+    table = next(f"{theirs}.weight" for theirs, (ours, _) in back.items() if "embedding" in ours)
+    held = [saved[name] for name in (table, _HEAD) if name in saved]
+    if shape.tied and held and not (len(held) == 2 and torch.equal(*held)):
+        raise ValueError(
+            f"{folder}: modules_to_save has {table if _HEAD not in saved else _HEAD} of a model whose head is its"
+            " embedding, and the other matrix is not the same (ensure_weight_tying=True trains both); merge the"
+            " adapter with peft"
+        )
+
+
+def _by_pattern(file: Path, setting: str, given: Any, default: float) -> Callable[[str], float]:
+    """Module of transformers → its value in rank_pattern or alpha_pattern, where the first match counts, as in peft.
+
+    Raises:
+        ValueError: it is no object of positive numbers, or a key is no regular expression that ends soon.
+    """
+    found = list[tuple[re.Pattern[str], float]]()
+    try:
+        for key, value in dict(given or {}).items():
+            whole = setting == "rank_pattern" and isinstance(value, float) and not value.is_integer()
+            if type(value) not in (int, float) or not 0 < value < math.inf or whole or _ENDLESS.search(key):
+                raise ValueError
+            found.append((re.compile(rf"(.*\.)?({key})$"), value))
+    except (TypeError, ValueError, re.error, RecursionError, OverflowError):
+        raise ValueError(
+            f"{file}: {setting} must have a positive number for each name or short regular expression of modules, got"
+            f" {str(given)[:60]}; merge the adapter with peft"
+        ) from None
+    return lambda module: next((value for pattern, value in found if pattern.match(module)), default)
 
 
 def _config(folder: Path) -> AdapterConfig:

@@ -95,7 +95,11 @@ class AdapterConfig:
     @property
     def scale(self) -> float:
         """Factor of updates: alpha / rank, or alpha / √rank if stabilized."""
-        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+        return self.scale_of(self.rank, self.alpha)
+
+    def scale_of(self, rank: int, alpha: float) -> float:
+        """`scale` of a matrix with a rank and an alpha of its own."""
+        return alpha / (rank**0.5 if self.rank_stabilized else rank)
 
     def with_head(self, name: str) -> AdapterConfig:
         """The same settings, with a new head that is trained whole beside adapters."""

@@ -78,7 +78,8 @@ _WIDTHS = {name for names in _NAMES.values() for name in names}
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|experts?|groups?)(_per_tok(en)?)?")
 """Names of widths and lengths, and of numbers of modules."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
-_NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
+_NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN: dict[str, Any] = {**_NO_WINDOW, "sliding_window": 4096}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -87,8 +88,8 @@ _HEAD_128: dict[str, Any] = {"head_dim": 128}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), _NO_WINDOW),
-    "qwen3": {**_NO_WINDOW, "head_dim": 128},
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), _QWEN),
+    "qwen3": {**_QWEN, "head_dim": 128},
     "smollm3": {**_NO_WINDOW, **_TIED, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0},
     **dict.fromkeys(("gpt2", "gpt_bigcode", "cohere"), _TIED),
     "starcoder2": {**_TIED, "use_bias": True},
@@ -190,9 +191,11 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     }
     family = BY_TYPE.get(kind)
     if family is not None:
+        fields["family"] = kind
         fields |= _family_fields(family, config, fields)
-    if problem := "" if fields["experts"] or fields["kv_rank"] else _unsupported(kind, family, config):
-        fields["unsupported"] = problem
+    if not (fields["experts"] or fields["kv_rank"]):
+        problem = _unsupported(kind, family, config, bool(fields.get("window")))
+        fields |= {"unsupported": problem} if problem else {}
     return fields
 
 
@@ -242,11 +245,16 @@ def rotated_layers(layers: int, unrotated_every: int) -> list[int]:
     return [int(not unrotated_every or (layer + 1) % unrotated_every != 0) for layer in range(layers)]
 
 
-def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any]) -> str:
-    """Settings for which the decoder would compute another function than the model; empty if there are none."""
+def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:
+    """Settings for which the decoder would compute another function than the model; empty if there are none.
+
+    `windowed` is whether a layer has a window.
+    """
     if family is None:
         return f"model_type={kind!r}"
     differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
+    if "use_sliding_window" in differing and not windowed:
+        differing.remove("use_sliding_window")
     differing += [
         name
         for name in ("rope_scaling", "rope_parameters")

@@ -108,6 +108,12 @@ class Family:
     own_rotation: bool = False
     rope_types: tuple[str, ...] = ("llama3", "linear", "dynamic", "yarn", "longrope")
 
+    @property
+    def title(self) -> str:
+        """The name for people: `Qwen2`."""
+        name = re.sub("ForCausalLM|LMHeadModel", "", self.architecture)
+        return name if self.model_type.startswith(name.lower()) else self.model_type
+
 
 _HEAD_NORMS = {
     "self_attn__q_norm": ("attention.query_norm",),

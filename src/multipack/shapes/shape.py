@@ -10,13 +10,15 @@ cost. `Decoder` supports dense layers without a latent, and raises an error for 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from multipack.shapes.config_json import MOST_LAYERS, MOST_WIDTH, fields_of
+from multipack.shapes.families import BY_TYPE
 from multipack.shapes.presets import PRESETS
 
 Activation = Literal["gelu", "swiglu", "geglu"]
@@ -129,6 +131,8 @@ class ModelShape:
     value_width: int = 0
     """Width of a latent head's value. For planning only."""
 
+    family: str = field(default="", compare=False)
+    """The config.json's `model_type`, by which tensors are named in files; empty = the first that fits."""
     architecture: str = ""
     """Folder of a config.json of transformers, whose model takes the place of this decoder (model=hf:FOLDER)."""
     unsupported: str = ""
@@ -182,6 +186,9 @@ class ModelShape:
                 raise ValueError(
                     f"model.{name} must be a finite number of at least {lowest:g}, got {getattr(self, name)}"
                 )
+        if self.family not in ("", *BY_TYPE):
+            nearest = difflib.get_close_matches(self.family, BY_TYPE, 1, 0.0)[0]
+            raise ValueError(f"model.family={self.family} is no known family; the nearest is {nearest}")
         self._check_optional()
 
     def _check_optional(self) -> None:

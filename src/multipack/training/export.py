@@ -139,7 +139,8 @@ def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, A
             f"the run has {rows:,} rows of the vocabulary and its base {before:,}, which peft would not load:"
             " export the whole model with --merge"
         )
-    return to_peft(trained.shape, adapter.config, {name: adapter.read(name) for name in adapter.names})
+    tensors = {name: adapter.read(name) for name in adapter.names}
+    return to_peft(trained.shape, adapter.config, tensors, adapter.alphas)
 
 
 def loading_code(folder: Path) -> str:

@@ -168,7 +168,8 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
             " use 0 to take the tokenizer's"
         )
     rows = initial.shape.vocabulary_size if initial is not None else 0  # may exceed the number of tokens
-    return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
+    shape = config.shape_with(size or max(rows, tokenizer.vocabulary_size))
+    return replace(shape, family=shape.family or (initial.shape.family if initial is not None else ""))
 
 
 def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str]]:
@@ -222,7 +223,9 @@ def resolve(
     return (
         replace(
             config,
-            model=replace(config.model, vocabulary_size=shape.vocabulary_size, scores=shape.scores),
+            model=replace(
+                config.model, vocabulary_size=shape.vocabulary_size, scores=shape.scores, family=shape.family
+            ),
             adapter=config.adapter.with_head("score") if shape.scores else config.adapter,
             train=replace(train, **objective.train_settings),
             optimizer=optimizer,

@@ -28,6 +28,7 @@ from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.families import BY_TYPE
 from multipack.training.blueprint import kernels_of
 from multipack.training.callbacks.profiler import Trace
 from multipack.training.compare import Comparison
@@ -195,6 +196,7 @@ def header_rows(run: Trainer) -> Rows:
     cpu = counted(threads, "threads")
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
+    style = BY_TYPE[shape.family].title if shape.family else style
     style = f"{shape.architecture} in transformers" if shape.architecture else style
     count = sum(map(math.prod, shapes.values()))
     tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)

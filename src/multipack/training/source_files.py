@@ -64,7 +64,8 @@ def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: Model
             before = decoder_shape(kept).to_dict()
         except (ValueError, ArithmeticError):
             before = {}
-        wanted = shape.to_dict() | {name: before.get(name) for name in ("vocabulary_size", "dropout")}
+        free = ("vocabulary_size", "dropout", *(() if shape.family else ("family",)))
+        wanted = shape.to_dict() | {name: before.get(name) for name in free}
         same = before == wanted and "text_config" not in kept
     if not kept or not same:
         return config

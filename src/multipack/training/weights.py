@@ -11,8 +11,8 @@ that no rank of a sharded model holds the whole model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,12 +54,14 @@ class TrainedAdapter:
         read: name of a trained parameter → its value.
         names: of the trained parameters.
         quantized: names of the parameters beside whose quantized values it was trained.
+        alphas: matrix → its alpha, where it is another than that of `config`; only adapters of peft have such.
     """
 
     config: AdapterConfig
     read: Reader
     names: frozenset[str]
     quantized: frozenset[str] = frozenset()
+    alphas: Mapping[str, float] = field(default_factory=dict)
 
     def merged_into(self, frozen: Reader) -> Reader:
         """A function that reads parameters of the model with this adapter, given those without it."""
@@ -75,7 +77,8 @@ class TrainedAdapter:
                 return weight
             a, b = self.read(f"{module}.lora_a"), self.read(f"{module}.lora_b")
             magnitude = self.read(f"{module}.magnitude") if f"{module}.magnitude" in self.names else None
-            return merged(weight, a, b, magnitude, self.config.scale)
+            scale = self.config.scale_of(len(a), self.alphas.get(module, self.config.alpha))
+            return merged(weight, a, b, magnitude, scale)
 
         return value
 
@@ -142,8 +145,8 @@ def find_weights(
         if is_peft(path):
             base = find_weights(peft_base(path), world=world, foreign=foreign)
             shape = peft_shape(path, base.shape)
-            config, tensors = from_peft(path, shape)
-            adapter = TrainedAdapter(config, tensors.__getitem__, frozenset(tensors))
+            config, tensors, alphas = from_peft(path, shape)
+            adapter = TrainedAdapter(config, tensors.__getitem__, frozenset(tensors), alphas=alphas)
             merging = adapter.merged_into(base.read)
             return TrainedWeights(path, shape, merging, tokenizer or base.tokenizer, adapter=adapter)
         if foreign:
@@ -282,6 +285,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) -> None:
     ours, theirs = _effective(shape), _effective(initial.shape)
+    if not ours["family"] or not theirs["family"]:
+        del theirs["family"]  # the shape of words, or of a run of words
     if not initial.shape.scores:  # a reward model starts from a language model
         del theirs["scores"]
     # `_effective` leaves out context or rope_theta, depending on the positions.
