@@ -47,6 +47,27 @@ MORE = {
         "moe_intermediate_size": 8,
         "num_key_value_heads": 4,
     },
+    "phi3": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 40,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 9.0]},
+    },
+    "phimoe": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 40,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 2.0],
+            "long_factor": [3.0, 9.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+            "original_max_position_embeddings": 40,
+        },
+    },
+    "llama": {"max_position_embeddings": 40, "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
     "jamba": {"num_key_value_heads": 2, "num_experts": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False},
 }
 

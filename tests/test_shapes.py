@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from multipack.planning.cost import CostModel
-from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes import SHAPES, ModelShape, rotation_limit
 from multipack.shapes.shape import OPTIONAL
 
 
@@ -190,6 +190,34 @@ def test_scaled_rotation_is_read_from_both_spellings():
         ModelShape.from_huggingface(
             {**LLAMA, "rope_scaling": scaling, "rope_parameters": {"rope_type": "default"}}
         )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        ({"rope_parameters": {"rope_type": "longrope"}}, 8192),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64},
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            64,
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_the_length_up_to_which_rotations_do_not_depend_on_it(scaling, tokens):
+    found = rotation_limit(LLAMA | scaling)
+    assert (found.tokens if found else None) == tokens
+    if found:
+        assert f"{found.setting}={tokens:,}" in str(found)
 
 
 def test_gpt2s_own_names():

@@ -114,9 +114,11 @@ def train(
         if divided:
             import accelerate
 
+            from multipack.integrations.trainer_checks import check_host
+
             axes = accelerate.ParallelismConfig(**{divided: 2})
             with patch.object(accelerate.Accelerator, "parallelism_config", axes):
-                trainer._check_host()
+                check_host(trainer)
         elif machine or settings.get("torch_compile"):
             next(iter(trainer.get_train_dataloader()))
         elif call == "train":

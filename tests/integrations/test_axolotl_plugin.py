@@ -194,7 +194,7 @@ def test_a_run_checks_its_sampler_and_begins_epochs(module, monkeypatch):
 
 def test_no_target_belongs_to_another_document(module):
     plugin, batch = module.MultipackPlugin(), {}
-    trainer = SimpleNamespace(data_collator=lambda features: dict(batch), eval_data_collator=None)
+    trainer = SimpleNamespace(data_collator=lambda features: dict(batch), eval_data_collator=None, model=None)
     plugin.register(GOOD)
     plugin.post_trainer_create(GOOD | {"streaming": True}, trainer)
     assert trainer.data_collator([]) == {}
@@ -259,6 +259,16 @@ def test_a_model_that_mixes_documents_is_refused(module):
     sharded.place_model_on_device = False
     plugin.post_trainer_create(GOOD, sharded)
     plugin.post_trainer_create(GOOD | {"multipack_probe": False}, trainer_of(Model(False)))
+
+
+def test_documents_that_change_the_rotation_of_their_row_are_refused(module):
+    plugin, trainer = module.MultipackPlugin(), trainer_of(Model(True))
+    trainer.model.config = {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 6}
+    trainer.train_dataset = [{"input_ids": [1] * 6}]
+    plugin.post_trainer_create(GOOD | {"multipack_probe": False}, trainer)
+    trainer.eval_dataset = [{"input_ids": [1] * 7}]
+    with pytest.raises(ValueError, match=r"eval_dataset: document 0 has 7 tokens.*rope_type=dynamic"):
+        plugin.post_trainer_create(GOOD, trainer)
 
 
 def test_batch_flattening_has_the_collator_of_packs(module):

@@ -12,6 +12,7 @@ from multipack.integrations.collator import (
     makes_document_masks,
     windows_of,
 )
+from multipack.shapes import RotationLimit
 
 DOCUMENTS = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [5, -100, 7, 8, 9], "text": "ignored"},
@@ -54,6 +55,13 @@ def test_a_padded_batch_is_flattened():
         again = PackedDataCollator()(batch)
         for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "seq_idx"):
             assert ours[name].equal(again[name])
+
+
+def test_documents_that_change_the_rotation_of_their_row_are_refused():
+    collate = PackedDataCollator(limit=RotationLimit(4, "longrope", "original_max_position_embeddings"))
+    assert collate(DOCUMENTS[1:])["cu_seq_lens_q"].tolist() == [0, 2, 5]
+    with pytest.raises(ValueError, match=r"document 0 has 5 tokens.*rope_type=longrope.*_embeddings=4"):
+        collate(DOCUMENTS)
 
 
 def test_no_documents_are_one_token_without_a_label():

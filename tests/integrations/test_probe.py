@@ -55,6 +55,26 @@ def test_models_of_transformers_are_clean(family, attention):
     assert str(report).startswith("isolated: 3 documents")
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_documents_that_rotate_their_row_are_named(scaling):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    rotary = {"rope_type": scaling, "factor": 4.0, "rope_theta": 1e4} | (
+        factors if scaling == "longrope" else {}
+    )
+    length = 16 if scaling == "dynamic" else 64
+    model = built("Llama", rope_parameters=rotary, max_position_embeddings=length)
+    for layer in model.model.layers:  # scores that rotations change
+        layer.self_attn.q_proj.weight.data.mul_(30)
+        layer.self_attn.k_proj.weight.data.mul_(30)
+    report = isolation_probe(model)
+    assert report.ok
+    assert report.limit.tokens == 16
+    assert f"rope_type={scaling}" in str(report)
+    longer = isolation_probe(model, lengths=(9, 17, 11))
+    assert longer.causes == ("rotation",)
+    assert longer.differences[0] > 1e-3
+
+
 def test_sixteen_bits_are_clean_and_leak():
     for family in ("Llama", "Mixtral"):
         model = built(family).bfloat16()

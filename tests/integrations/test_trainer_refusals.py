@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from multipack.integrations import collator as collators  # noqa: E402
 from multipack.integrations import probe  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks, windows_of  # noqa: E402
+from multipack.integrations.trainer_checks import check_host  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin  # noqa: E402
 
 COLLATOR = PackedDataCollator("flattened" if makes_document_masks() else "4d_mask", window=None)
@@ -23,11 +24,11 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-def trainer(folder, collator=COLLATOR, model="llama", data=ROWS, capacity=16, **settings):
+def trainer(folder, collator=COLLATOR, model="llama", data=ROWS, capacity=16, rotary=None, **settings):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    windows = {"sliding_window": 4} if model == "mistral" else {}
+    sizes |= {"sliding_window": 4} if model == "mistral" else {}
     config = transformers.AutoConfig.for_model(
-        model, vocab_size=32, num_key_value_heads=2, **sizes, **windows, pad_token_id=0
+        model, vocab_size=32, num_key_value_heads=2, **sizes, **rotary or {}, pad_token_id=0
     )
     if missing := sorted(settings.keys() - transformers.TrainingArguments.__dataclass_fields__.keys()):
         pytest.skip(f"this transformers has no {', '.join(missing)}")
@@ -87,6 +88,31 @@ def test_data_that_is_refused(tmp_path, data, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"max_position_embeddings": 6, "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+        {
+            "max_position_embeddings": 32,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 6,
+            },
+        },
+    ],
+)
+def test_documents_that_change_the_rotation_of_their_row_are_refused(tmp_path, rotary, evaluated):
+    short = [row for row in ROWS if len(row["input_ids"]) <= 6]
+    host = trainer(tmp_path, rotary=rotary, data=short)
+    assert len(host.get_train_dataloader()) == 1
+    host.eval_dataset = host.train_dataset = ROWS
+    with pytest.raises(ValueError, match=r"document 1 has 8 tokens.*rope_type=\w+.*_embeddings=6"):
+        (host.get_eval_dataloader if evaluated else host.get_train_dataloader)()
+
+
 def test_devices_that_divide_a_row_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun --nproc-per-node 2"):
@@ -107,7 +133,7 @@ def test_ranks_that_share_a_batch_are_refused(tmp_path, monkeypatch, axis):
     divided = accelerate.ParallelismConfig(**{axis: 2})
     monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", divided)
     with pytest.raises(ValueError, match=r"2 ranks share a batch.*use data parallelism"):
-        host._check_host()
+        check_host(host)
 
 
 def test_losses_that_are_means_over_micro_batches_are_refused(tmp_path, monkeypatch):
@@ -133,7 +159,7 @@ def test_labels_that_are_not_the_next_tokens_are_refused(tmp_path, task):
     host = trainer(tmp_path)
     host.model = getattr(transformers, f"LlamaFor{task}")(host.model.config)
     with pytest.raises(ValueError, match=r"does not predict the next token.*use a causal language model"):
-        host._check_host()
+        check_host(host)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
@@ -143,7 +169,7 @@ def test_virtual_tokens_before_a_row_are_refused(tmp_path, kind):
     adapter = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=2)
     host.model = peft.get_peft_model(host.model, adapter)
     with pytest.raises(ValueError, match=rf"{kind}Config puts virtual tokens before a row.*use LoRA"):
-        host._check_host()
+        check_host(host)
 
 
 def test_a_data_set_that_changes_is_planned_again(tmp_path):
@@ -193,7 +219,7 @@ def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
     host = trainer(tmp_path, boolean)
     host.model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="mask='additive'"):
-        host._check_mask(boolean)
+        check_host(host)
 
 
 @pytest.mark.slow

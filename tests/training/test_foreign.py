@@ -59,8 +59,9 @@ def untied_head(model):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("mixtral", "gpt_oss", "phi", "deepseek_v3"),
+        *("mixtral", "gpt_oss", "phi", "deepseek_v3", "phi3"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "opt", "cohere", "gpt_neox")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("phimoe", "llama")),
     ],
 )
 def test_a_pack_equals_its_documents_alone(kind, tmp_path):
@@ -105,6 +106,29 @@ def test_documents_that_share_tokens_equal_those_that_do_not(kind, tmp_path):
     for each, other in zip(*(gradients for _, gradients in found), strict=True):
         if each is not None:
             torch.testing.assert_close(other, each, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama", "phimoe"])
+def test_documents_are_not_rotated_by_longer_padding_and_longer_documents_are_refused(kind, tmp_path):
+    """Phi-3.5 and Phi-4-mini have longrope, phimoe too; Llama has dynamic here."""
+    save_model(kind, tmp_path)
+    model, pad = model_of(tmp_path), PackedCollator(4, 64, pad_to=128)
+    documents = [Document(np.array(each), np.array([[0, len(each)]])) for each in DOCUMENTS]
+    torch.testing.assert_close(model(pad(documents)), model(packed_batch(DOCUMENTS)), rtol=1e-5, atol=0)
+    assert model(packed_batch([[*range(40)]])).isfinite()
+    with pytest.raises(ValueError, match=r"document 1 has 41 tokens.*rope_type=.*=40"):
+        model(packed_batch([[1, 2], [*range(41)]]))
+
+
+@pytest.mark.parametrize("kind", ["phi3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_run_with_longer_documents_than_are_rotated_alike_is_refused(kind, tmp_path):
+    save_model(kind, tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), "train.steps=1"]
+    train(compose_run([*words, f"out={tmp_path / 'run'}"]))
+    with (tmp_path / "documents.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "a" * 45}) + "\n")
+    with pytest.raises(ValueError, match=r"document \d+ has 4\d tokens.*rope_type=.*use plan\.capacity=40"):
+        train(compose_run([*words, f"out={tmp_path / 'refused'}"]))
 
 
 def test_code_that_cannot_share_tokens_is_refused(tmp_path, monkeypatch):

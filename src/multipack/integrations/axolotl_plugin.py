@@ -30,11 +30,12 @@ from transformers import DataCollatorWithFlattening, TrainerCallback
 
 from multipack.data.batch import IGNORE
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
-from multipack.integrations.collator import PackedDataCollator
+from multipack.integrations.collator import PackedDataCollator, check_rotations, document_lengths
 from multipack.integrations.host_sampler import Overlong
 from multipack.integrations.probe import isolation_probe
 from multipack.planning.lengths import short
 from multipack.planning.options import check_choice
+from multipack.shapes import rotation_limit
 
 LOG = logging.getLogger("axolotl.multipack")  # Axolotl shows information of its own loggers only
 
@@ -174,7 +175,7 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         """Remove the targets at the borders of documents; then check that the model keeps documents apart.
 
         Raises:
-            ValueError: documents of a row affect each other, or nothing is packed.
+            ValueError: documents of a row affect each other, or would by their length, or nothing is packed.
         """
         if not _is_on(cfg) or _streams(cfg):
             return
@@ -186,6 +187,10 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
                 f"{cfg.get('attn_implementation')}, micro_batch_size={cfg.get('micro_batch_size')}): set"
                 " sample_packing: true, or multipack: false"
             )
+        limit = rotation_limit(getattr(trainer.model, "config", None))
+        for name in ("train_dataset", "eval_dataset") if limit is not None else ():
+            if (data := getattr(trainer, name, None)) is not None:
+                check_rotations(limit, document_lengths(data), name)
         for name in ("data_collator", "train_data_collator", "eval_data_collator"):
             collate = getattr(trainer, name, None)
             if isinstance(collate, DataCollatorWithFlattening):

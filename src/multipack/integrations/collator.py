@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multipack.data.batch import IGNORE
-from multipack.planning.lengths import check_integer, check_integers, short
+from multipack.planning.lengths import check_integer, check_integers, name_documents, short
 from multipack.planning.options import check_choice
+from multipack.shapes import RotationLimit
 
 Integers = NDArray[np.int64]
 Returns = Literal["flattened", "padded", "4d_mask"]
@@ -59,6 +60,8 @@ class PackedDataCollator:
         window: of `4d_mask`, which needs it: tokens that a token attends to, itself included; None = all before it in
             its document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
+        limit: `isolation_probe(model).limit` in a loop of your own: a longer document is an error, because the model
+            would rotate all documents of its row by its length.
 
     Raises:
         ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
@@ -69,6 +72,7 @@ class PackedDataCollator:
     mask: Mask = "additive"
     dtype: torch.dtype = torch.float32
     window: int | Mapping[str, int | None] | Literal["unknown"] | None = "unknown"
+    limit: RotationLimit | None = None
 
     def __post_init__(self) -> None:
         check_choice("returns", self.returns, Returns)
@@ -98,7 +102,8 @@ class PackedDataCollator:
             features: documents, or one padded batch: a mapping with `input_ids` (documents, longest).
 
         Raises:
-            ValueError: a document is empty, is packed already, or its columns have different lengths.
+            ValueError: a document is empty, is packed already, is longer than `limit`, or its columns have different
+                lengths.
         """
         if isinstance(features, Mapping):
             features = _rows_of(features)
@@ -112,6 +117,7 @@ class PackedDataCollator:
 
     def _row(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
         sizes = np.array([len(tokens) for tokens, _ in documents])
+        check_rotations(self.limit, sizes, "the batch")
         ends = np.cumsum(sizes)
         starts = ends - sizes
         owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -337,6 +343,30 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
     if "sliding_attention" in kinds:  # such a model chooses a mask by the type of each layer
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     return None if kinds else window
+
+
+def check_rotations(
+    limit: RotationLimit | None,
+    lengths: Integers,
+    where: str,
+    instead: str = "truncate or filter these documents",
+) -> None:
+    """Check that a model does not rotate documents of a row by the length of another one.
+
+    Args:
+        limit: of the model's rotary positions; None = they do not depend on lengths.
+        lengths: (documents,) tokens of each document.
+        where: what holds the documents, for the message.
+        instead: what to do about longer ones, for the message.
+
+    Raises:
+        ValueError: a document is longer than the limit.
+    """
+    if limit is not None and (long := lengths > limit.tokens).any():
+        raise ValueError(
+            f"{where}: {name_documents(lengths, long)}, and {limit}, and with them the other documents of their rows:"
+            f" {instead}, or use multipack train train.init_from=FOLDER, which rotates each by its own length"
+        )
 
 
 def makes_document_masks() -> bool:

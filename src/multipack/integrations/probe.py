@@ -39,6 +39,7 @@ from multipack.integrations.probe_inputs import (
 from multipack.integrations.probe_report import IsolationReport, ProbeFinding
 from multipack.integrations.probe_trace import mixing_module
 from multipack.planning.lengths import short
+from multipack.shapes import rotation_limit
 
 LENGTHS = (9, 7, 11)
 """Tokens of the probe's documents. Their sum is rarely the width of a layer."""
@@ -69,7 +70,8 @@ def isolation_probe(
             `transformers_batch` for a model of transformers, else a `PackedBatch`.
         forward: batch → logits; by default `model(**batch)` for a mapping, else `model.logits(batch)` if there is such
             a method, else `model(batch)`.
-        lengths: tokens of each document. A sliding window shows its effect only in documents that are longer.
+        lengths: tokens of each document. A sliding window, or a rotation by length (`IsolationReport.limit`), shows
+            its effect only in documents that are longer.
         vocabulary_size: tokens are below it; by default that of the model's embedding.
 
     Raises:
@@ -132,6 +134,7 @@ class _Probe:
         size = find_vocabulary_size(model, self.config) if vocabulary_size is None else vocabulary_size
         self.documents, self.others = draw_tokens(lengths, size, special_tokens(self.config))
         self.noise = 0.0
+        self.limit = rotation_limit(self.config)
 
     # --- running the model ------------------------------------------------------------------------
 
@@ -250,6 +253,13 @@ class _Probe:
             return IsolationReport({}, (), (*findings, ProbeFinding("not_finite", text, remedy)), TOLERANCE)
         self.noise = _difference(alone[0], base[0])
         differences = tuple(_difference(one, two) for one, two in zip(alone, base, strict=True))
+        longest = max(map(len, self.documents))
+        if self.limit is not None and longest > self.limit.tokens and max(differences) > self.tolerance:
+            text = f"{self.limit}, and others of their row too"
+            findings.append(
+                ProbeFinding("rotation", text, f"pack documents of up to {self.limit.tokens:,} tokens")
+            )
+            return IsolationReport({}, differences, tuple(findings), self.tolerance, self.limit)
         if any(
             _difference(one, two) > self.leak_tolerance
             for one, two in zip(base, self.outputs(batch), strict=True)
@@ -265,7 +275,7 @@ class _Probe:
             named = {finding.cause for finding in findings}
             causes = self._causes(batch, alone, base, leaks)
             findings += [finding for finding in causes if finding.cause not in named]
-        return IsolationReport(leaks, differences, tuple(findings), self.tolerance)
+        return IsolationReport(leaks, differences, tuple(findings), self.tolerance, self.limit)
 
     def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

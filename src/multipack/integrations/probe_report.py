@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from multipack.shapes import RotationLimit
+
 
 @dataclass(frozen=True)
 class ProbeFinding:
@@ -11,8 +13,8 @@ class ProbeFinding:
 
     Attributes:
         cause: a word for programs: `mask`, `cache`, `positions`, `bounds`, `longest`, `segments`, `rows`, `border`,
-            `labels`, `attention`, `recurrent`, `convolution`, `routing`, `statistics`, `mixing`, `window`, `future`,
-            `state`, `difference`, `not_finite` or `refused`.
+            `labels`, `attention`, `recurrent`, `convolution`, `routing`, `statistics`, `mixing`, `window`, `rotation`,
+            `future`, `state`, `difference`, `not_finite` or `refused`.
         text: what was found.
         remedy: what to change.
     """
@@ -35,12 +37,14 @@ class IsolationReport:
         differences: for each document, largest difference between packed and alone, relative in the same way.
         findings: what is wrong and how to mend it; empty if all is well.
         tolerance: largest relative change that counts as none.
+        limit: documents up to this length are isolated; None = all are.
     """
 
     leaks: dict[tuple[int, int], float]
     differences: tuple[float, ...]
     findings: tuple[ProbeFinding, ...]
     tolerance: float
+    limit: RotationLimit | None = None
 
     @property
     def ok(self) -> bool:
@@ -71,7 +75,8 @@ class IsolationReport:
         if self.ok:
             largest = max(self.differences, default=0.0)
             number = len(self.differences)
-            return f"isolated: {number} documents, each equal to itself alone ({largest:.1g} of its outputs)"
+            until = f"; {self.limit}, and others of their row too" if self.limit is not None else ""
+            return f"isolated: {number} documents, each equal to itself alone ({largest:.1g} of its outputs){until}"
         lines = [
             f"leak: document {source + 1} → {target + 1}, {size:.2g} of its outputs"
             for (source, target), size in sorted(self.leaks.items())

@@ -12,8 +12,9 @@ from torch import nn
 from multipack.integrations.attention_interface import register
 from multipack.integrations.row_mask import NAME
 from multipack.machine import import_extra
+from multipack.shapes import SIZES
 
-SIZES: tuple[tuple[str, int], ...] = (
+TINY: tuple[tuple[str, int], ...] = (
     (r"vocab_size|.*_vocab_size|vocab_size_per_.*|type_vocab_size", 256),
     (r"(num_|n_)?(hidden_|decoder_|encoder_|block_|text_|self_attn_|cross_)*(layers?|blocks?|block)", 2),
     (r"n_layer|num_hidden_layers|num_layers|num_blocks|decoder_layers|encoder_layers|n_layers", 2),
@@ -83,6 +84,9 @@ def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
             made[name] = _small(name, value, layers)
         else:
             made[name] = value
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(name), dict):
+            made[name] = _fit_factors(values[name], _rotary_head(values), _rotary_head(made))
     for name in MISSING.keys() & made.keys():
         made[name] = MISSING[name] if made[name] is None else made[name]
     if values.get("num_key_value_heads") in (None, values.get("num_attention_heads")):
@@ -92,10 +96,32 @@ def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
     return made
 
 
+def _rotary_head(values: dict[str, Any]) -> int:
+    """Width of a head, or of its part with rotary positions; 0 = unknown."""
+    width, heads = (
+        next(filter(None, map(values.get, names)), 0) for names in (SIZES["d_model"], SIZES["heads"])
+    )
+    return int(values.get("qk_rope_head_dim") or values.get("head_dim") or (width // heads if heads else 0))
+
+
+def _fit_factors(scaling: dict[str, Any], old: int, new: int) -> dict[str, Any]:
+    """Rotary parameters whose lists have a factor for each pair of elements of a head, for heads of a new width."""
+    made: dict[str, Any] = {}
+    for name, value in scaling.items():
+        if isinstance(value, dict):
+            made[name] = _fit_factors(value, old, new)
+        elif name in ("short_factor", "long_factor") and isinstance(value, list) and old:
+            size = len(value) * new // old
+            made[name] = [value[at * len(value) // size] for at in range(size)]
+        else:
+            made[name] = value
+    return made
+
+
 def _small(name: str, value: int, layers: int) -> int:
     if name.endswith(("token_id", "token_index")):
         return value % 250 if value > 250 else value
-    found = [size for pattern, size in SIZES if re.fullmatch(pattern, name)]
+    found = [size for pattern, size in TINY if re.fullmatch(pattern, name)]
     if not found or value <= 0:
         return value
     if found[-1] == 2 and re.search(r"layer|block", name):

@@ -25,20 +25,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from multipack.data.sampler import PackedBatchSampler
 from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
+from multipack.integrations.collator import COLUMNS, PackedDataCollator, check_rotations, document_lengths
 from multipack.integrations.probe import isolation_probe
+from multipack.integrations.trainer_checks import check_host, check_options, makes_masks
 from multipack.machine import import_extra
-from multipack.planning.lengths import check_integer, name_documents, short
+from multipack.planning.lengths import check_integer, name_documents
 from multipack.planning.options import check_fingerprint
+from multipack.shapes import rotation_limit
 
 LOG = logging.getLogger(__name__)
 
 _transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
 _HOST: Any = object  # what the mixin is mixed into, for type checkers
-_DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
-"""Arguments of a sampler that are not the user's here."""
-_OTHER_LOSSES = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
-"""Values of a model's `loss_type` whose labels are not the next tokens."""
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
 
@@ -120,7 +118,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         packed_attention: bool | None = None,
         **named: Any,
     ) -> None:
-        self.capacity, self.plan_options = check_integer("capacity", capacity), _check_options(plan_options)
+        self.capacity, self.plan_options = check_integer("capacity", capacity), check_options(plan_options)
         if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
             raise ValueError(
                 f"data_collator={type(data_collator).__name__} does not make packed rows: leave it out, or give a"
@@ -134,7 +132,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         self._known_lengths: list[tuple[Any, NDArray[np.int64]]] = []
         self._evaluated = torch.zeros(2)
         super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
-        self._check_host()
+        check_host(self)
         if packed_attention:
             register(self.model)
         if probe and self.place_model_on_device:
@@ -240,6 +238,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
                 f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
                 f" use capacity={-(-int(lengths.max()) // size):,}, or truncate or filter these documents"
             )
+        check_rotations(rotation_limit(getattr(self.model, "config", None)), lengths, type(self).__name__)
         return PackedBatchSampler(
             lengths,
             rank=args.process_index,
@@ -281,7 +280,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
 
     def _probe(self, packed_attention: bool | None) -> None:
         """Check that documents are isolated; on a CPU with this package's attention, which is kept if they are."""
-        if packed_attention is None and self.args.device.type == "cpu" and self._makes_masks():
+        if packed_attention is None and self.args.device.type == "cpu" and makes_masks(self):
             kept = self.model.config._attn_implementation
             if _isolates(self.model, self._probed):
                 if self.is_world_process_zero():
@@ -295,100 +294,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
                 self.model.set_attn_implementation(kept)
         isolation_probe(self.model, self._probed).check()
 
-    def _makes_masks(self) -> bool:
-        """Whether this is a text model of transformers whose attention makes a mask of T² elements for a row."""
-        config = getattr(self.model, "config", None)
-        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
-            return False
-        eager = self.data_collator.returns == "flattened" and not self.args.torch_compile
-        return eager and config.get_text_config() is config  # type: ignore[union-attr]
-
     def _probed(self, documents: Sequence[Sequence[int]]) -> Any:
         return self.data_collator([{"input_ids": tokens} for tokens in documents])
-
-    def _check_host(self) -> None:
-        """Refuse settings of the host under which packed training is not training on every document alone."""
-        self._check_model()
-        args, collator = self.args, self.data_collator
-        if collator.returns == "padded":
-            raise ValueError("returns='padded' makes padded rows, not packs: use 'flattened' or '4d_mask'")
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"one process with {args.n_gpu} GPUs divides a row among them: start one process per GPU, with"
-                f" torchrun --nproc-per-node {args.n_gpu}"
-            )
-        if args.world_size > 1 and not args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices=False weighs ranks equally, whatever their targets: set it to True"
-            )
-        if getattr(args, "use_cache", False):
-            raise ValueError("use_cache=True makes models ignore document boundaries: set it to False")
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            raise ValueError(
-                f"{type(self.model).__name__} takes no num_items_in_batch, so that its loss is a mean over each"
-                " micro-batch: give compute_loss_func, which divides by num_items_in_batch"
-            )
-        smoother = self.label_smoother if self.compute_loss_func is None else None
-        if smoother is not None and "num_items_in_batch" not in signature(smoother).parameters:
-            raise ValueError(
-                f"label_smoothing_factor={args.label_smoothing_factor} gives the mean over each micro-batch before"
-                " transformers 5.15: update transformers, or set it to 0"
-            )
-        if args.ignore_data_skip:
-            raise ValueError(
-                "ignore_data_skip=True trains on the first documents of an interrupted epoch again: leave it out (packs"
-                " that are skipped are not read)"
-            )
-        strategy = getattr(args, "train_sampling_strategy", "random")
-        if strategy != "random" or getattr(args, "group_by_length", False):
-            raise ValueError("packs are planned: leave out train_sampling_strategy (group_by_length)")
-        parallel = getattr(self.accelerator, "parallelism_config", None)
-        if parallel is not None and parallel.non_data_parallel_size > 1:
-            raise ValueError(
-                f"{parallel.non_data_parallel_size} ranks share a batch (tensor, context or sequence parallelism), and"
-                " packs are dealt to data-parallel ranks alone: use data parallelism"
-            )
-        if collator.returns == "4d_mask":
-            self._check_mask(collator)
-
-    def _check_model(self) -> None:
-        """Refuse adapters that put tokens before a row, and models whose labels are not the next tokens."""
-        adapter = getattr(self.model, "active_peft_config", None)
-        if getattr(adapter, "is_prompt_learning", False):
-            raise ValueError(
-                f"{type(adapter).__name__} puts virtual tokens before a row, where only its first document could see"
-                " them: use LoRA, or another adapter without them"
-            )
-        model = self.model.get_base_model() if adapter is not None else self.model
-        if getattr(model, "loss_type", None) in _OTHER_LOSSES:
-            raise ValueError(
-                f"{type(model).__name__} does not predict the next token, and packs have no other labels: use a causal"
-                " language model, or the host's own trainer"
-            )
-
-    def _check_mask(self, collator: PackedDataCollator) -> None:
-        """A model applies neither windows nor a conversion to a mask that it is given."""
-        config = self.model.config
-        if collator.window != (needed := windows_of(config)):
-            raise ValueError(
-                f"a 4-D mask replaces the windows of {config.model_type}: give PackedDataCollator(window={needed!r}),"
-                " as windows_of(model.config) returns, or use returns='flattened'"
-            )
-        if collator.mask == "boolean" and config._attn_implementation != "sdpa":
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation} adds the mask to its scores: use mask='additive'"
-            )
-
-
-def _check_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the plan, without those that the host's arguments decide."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"plan_options must be a mapping, for example {{'window': 8}}, got {short(given)}")
-    if others := sorted(_DECIDED & set(given or ())):
-        raise ValueError(
-            f"plan_options has {', '.join(others)}, which the arguments of the trainer decide: leave it out"
-        )
-    return dict(given or {})
 
 
 class PackedTrainer(PackedTrainerMixin, _transformers.Trainer):  # type: ignore[misc]

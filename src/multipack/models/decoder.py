@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         shape, positions, slots = self.shape, batch.position_ids, None
         if shape.positions == "learned":
             return None
-        if (name := shape.rotation_limit) and batch.longest > getattr(shape, name):
+        if (limit := shape.rotation_limit) and batch.longest > limit.tokens:
             reason = ""
             if batch.tree is not None:
                 reason = "and documents that share tokens have several: use data.share_prefixes=off"
@@ -278,8 +278,7 @@ class Decoder(nn.Module):
                 reason = "which parallel.context divides: use parallel.context=1"
             if reason:
                 raise ValueError(
-                    f"model.rope_type={shape.rope_type} rotates a document of {batch.longest:,} tokens, more than"
-                    f" model.{name}={getattr(shape, name):,}, by its length, {reason}, or another model.rope_type"
+                    f"a document has {batch.longest:,} tokens, and model.{limit}, {reason}, or another model.rope_type"
                 )
             bounds = batch.cu_seqlens.long()
             # A text of which only the newest token is computed has the length of its position.

@@ -19,21 +19,26 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch, check_tokens
 from multipack.integrations.attention_interface import register
+from multipack.integrations.collator import check_rotations
 from multipack.integrations.rollouts import model_inputs
 from multipack.machine import foreign_errors, import_extra, reason_of
-from multipack.shapes import SIZES, ModelShape
+from multipack.shapes import SIZES, ModelShape, RotationLimit, rotation_limit
 from multipack.shapes.config_json import check_sizes
 from multipack.shapes.json_values import read_json
 
@@ -185,6 +190,7 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
         decoder.head = head
     factors = (float(getattr(config, name, None) or 1.0) ** power for name, power in FACTORS.items())
     decoder.__dict__["logit_factor"] = math.prod(factors)
+    decoder.__dict__["rotation_limit"] = rotation_limit(config)
     return {name: names[id(each)] for name, each in decoder.named_parameters()}
 
 
@@ -223,6 +229,8 @@ def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
     """(T, d) inputs of the head, times the factor of the logits; (T, d + 1) for a head with a bias, with ones."""
     if batch.input_ids.device.type == "cpu":
         check_tokens(batch.input_ids, decoder.shape.vocabulary_size)
+    if decoder.rotation_limit is not None:
+        batch = _rotated_alike(batch, decoder.rotation_limit, decoder.shape.architecture)
     given = model_inputs(batch)
     takes = _arguments(decoder.model.__class__)
     if takes is not None:
@@ -231,6 +239,35 @@ def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
     if getattr(getattr(decoder, "head", None), "bias", None) is None:
         return x
     return torch.cat([x, x.new_full((len(x), 1), decoder.logit_factor)], 1)
+
+
+def check_documents(
+    lengths: Sequence[int] | NDArray[np.int64], limit: RotationLimit | None, folder: str
+) -> None:
+    """Check that the model in a folder rotates no document of these lengths by the length of another one.
+
+    Raises:
+        ValueError: it does.
+    """
+    if limit is not None:
+        instead = f"use plan.capacity={limit.tokens} with data.overlong=split or truncate"
+        check_rotations(limit, np.asarray(lengths), f"model={PREFIX}{folder}", instead)
+
+
+def _rotated_alike(batch: PackedBatch, limit: RotationLimit, folder: str) -> PackedBatch:
+    """The pack with padding in pieces that are not rotated by their length; `ValueError` for a document that is."""
+    if batch.longest > limit.tokens:
+        lengths = batch.lengths[: batch.num_documents] if batch.tree is None else batch.tree.lengths_k
+        check_documents(lengths, limit, folder)
+    if max(batch.lengths) <= limit.tokens:
+        return batch
+    if batch.tree is not None:
+        raise ValueError(f"model={PREFIX}{folder}: {limit}, and padding is one: use data.share_prefixes=off")
+    *documents, padding = batch.lengths
+    pieces = [*documents, *(min(limit.tokens, padding - at) for at in range(0, padding, limit.tokens))]
+    bounds = torch.tensor([0, *accumulate(pieces)], dtype=torch.int32).to(batch.cu_seqlens.device)
+    positions = batch.position_ids % limit.tokens
+    return replace(batch, lengths=tuple(pieces), cu_seqlens=bounds, position_ids=positions)
 
 
 @cache

@@ -200,7 +200,8 @@ class _Runner:
         """(B, d) final hidden states of the last tokens of B texts."""
         # Free the rows of texts that ended or outgrew the context, or whose length changes all rotations from here on.
         shape, last = self.model.shape, self.context
-        changes = shape.rope_context + 1 if shape.rotation_limit == "rope_context" else 0
+        limit = shape.rotation_limit
+        changes = limit.tokens + 1 if limit and limit.rope_type == "longrope" else 0
         kept = {text for text in texts if text.length <= last and text.length != changes}
         for row in reversed(range(len(self.cached))):
             if self.cached[row] not in kept:

@@ -2,6 +2,7 @@
 
 from multipack.shapes.config_json import SIZES
 from multipack.shapes.json_values import read_json
+from multipack.shapes.rotation import RotationLimit, rotation_limit
 from multipack.shapes.shape import SHAPES, ModelShape
 
-__all__ = ["SHAPES", "SIZES", "ModelShape", "read_json"]
+__all__ = ["SHAPES", "SIZES", "ModelShape", "RotationLimit", "read_json", "rotation_limit"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from multipack.shapes.families import BY_TYPE, SQRT_WIDTH, Family
 from multipack.shapes.json_values import mapping_of, number_of, read_json, real_of
+from multipack.shapes.rotation import rope_type_of
 
 _GATED = (
     *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
@@ -353,14 +354,9 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, **(read[0] if read else {})}
 
 
-def _type_of(scaling: Mapping[str, Any]) -> Any:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return "longrope" if kind == "su" else kind
-
-
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of scaled rotary frequencies; none if they are not scaled, or in an unknown way."""
-    kind = _type_of(config)
+    kind = rope_type_of(config)
     if kind == "default" or not _known_rotation(config):
         return {}
     fields: dict[str, Any] = {"rope_type": kind, "rope_factor": real_of(config, ("factor",), 1.0)}
@@ -388,7 +384,7 @@ def _known_rotation(scaling: Any, family: Family | None = None) -> bool:
         return True
     if not isinstance(scaling, Mapping):
         return False
-    kind = str(_type_of(scaling))
+    kind = str(rope_type_of(scaling))
     if family is not None:
         own = {"partial_rotary_factor": "rope_width", "llama_4_scaling_beta": "attention_growth"}
         if any(scaling.get(name) not in (None, 1.0) and own[name] not in family.settings for name in own):

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 from multipack.shapes.config_json import MOST_LAYERS, MOST_WIDTH, fields_of
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.presets import PRESETS
+from multipack.shapes.rotation import RotationLimit
 
 Activation = Literal["gelu", "swiglu", "geglu"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm+1"]
@@ -277,10 +278,12 @@ class ModelShape:
         return self.rope_width if self.kv_rank else self.rope_width or self.head_width
 
     @property
-    def rotation_limit(self) -> str:
-        """Field with the number of tokens beyond which a document's length changes its rotation; empty = no length."""
-        limits = {"dynamic": "context", "longrope": "rope_context"}
-        return limits.get(self.rope_type, "") if self.rope_factor != 1.0 else ""
+    def rotation_limit(self) -> RotationLimit | None:
+        """The longest documents whose rotation does not depend on their length; None = no rotation does."""
+        field = {"dynamic": "context", "longrope": "rope_context"}.get(self.rope_type, "")
+        if not field or self.rope_factor == 1.0:
+            return None
+        return RotationLimit(getattr(self, field), self.rope_type, f"model.{field}")
 
     @property
     def gated(self) -> bool:

@@ -24,10 +24,9 @@ def check_sharing(config: Any) -> None:
             f"parallel.context_method=planned divides documents, which {given} lets share tokens:"
             " use parallel.context_method=ulysses"
         )
-    if (name := model.rotation_limit) and config.plan.longest > (limit := getattr(model, name)):
+    if (limit := model.rotation_limit) and config.plan.longest > limit.tokens:
         raise ValueError(
-            f"model.rope_type={model.rope_type} rotates documents longer than model.{name}={limit:,} by their length,"
-            f" and shared tokens are of several: use plan.capacity={limit} with {given}"
+            f"model.{limit}, and shared tokens are of several: use plan.capacity={limit.tokens} with {given}"
         )
 
 

@@ -11,14 +11,15 @@ import torch
 
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
+from multipack.data.corpus import Corpus
 from multipack.data.documents import Document
 from multipack.integrations.probe import isolation_probe
 from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
-from multipack.models.foreign import PREFIX, foreign_shape, open_foreign, read_config
+from multipack.models.foreign import PREFIX, check_documents, foreign_shape, open_foreign, read_config
 from multipack.ops.loss import linear_log_probabilities
-from multipack.shapes import ModelShape
+from multipack.shapes import ModelShape, rotation_limit
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit, between transformers' forward pass and `Decoder`'s."""
@@ -59,6 +60,17 @@ def check_settings(config: Any) -> None:
             f"model.{other[0]}={values[other[0]]} has no effect {where}: its config.json says {own[other[0]]};"
             " leave it out"
         )
+
+
+def check_corpus(shape: ModelShape, corpus: Corpus) -> None:
+    """Check that no document of a run changes others of its row by its length; those that arrive are checked later.
+
+    Raises:
+        ValueError: one does.
+    """
+    limit = rotation_limit(read_config(shape.architecture))
+    for documents in (corpus.train, corpus.validation):
+        check_documents(documents.lengths, limit, shape.architecture)
 
 
 def check_isolated(shape: ModelShape, device: torch.device, shares: bool = False) -> None:

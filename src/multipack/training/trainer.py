@@ -32,7 +32,7 @@ from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
-from multipack.training.foreign_checks import FOREIGN_NOTES, check_isolated
+from multipack.training.foreign_checks import FOREIGN_NOTES, check_corpus, check_isolated
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import evaluation_line, format_line, sample_line
 from multipack.training.objective import objective_of
@@ -129,6 +129,7 @@ class Trainer(StepApplier):
             self.notes += [note] if self.resumed is None else []
         if foreign:
             shares = config.data.share_prefixes != "off"
+            check_corpus(self.shape, self.corpus)
             world.on_main(lambda: check_isolated(self.shape, world.device, shares))
             self.notes += FOREIGN_NOTES
         if foreign and initial is None and self.resumed is None:
