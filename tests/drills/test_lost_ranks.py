@@ -67,7 +67,15 @@ class Run:
         self.out, self.size = folder / "run", size
         program = folder / "program.py"
         program.write_text(PROGRAM.format(step=DISTURBED, rank=rank, action=action, setup=setup))
-        torchrun = ["-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", str(size), *launch]
+        torchrun = [
+            "-m",
+            "multipack.launch.torchrun",
+            "--rdzv-backend",
+            "loopback",
+            "--nproc-per-node",
+            str(size),
+            *launch,
+        ]
         command = [str(program), "train", *settings, "train.resume=auto", f"out={self.out}"]
         self.launcher = subprocess.Popen(
             [sys.executable, *torchrun, *command],

@@ -28,7 +28,7 @@ def run(monkeypatch):
 def test_launch_prints_its_command(run):
     done = run(*LAUNCH, "--flags", "--log-dir 'my logs'", "--", "train", "model=tiny", "out=a b")
     assert done.exit_code == 0, done.output
-    command = "--standalone --nproc-per-node 2 --log-dir 'my logs' -m multipack train model=tiny 'out=a b'"
+    command = "--rdzv-backend loopback --nproc-per-node 2 --log-dir 'my logs' -m multipack train model=tiny 'out=a b'"
     assert done.output.strip().endswith(command)
     done = run(*LAUNCH, "--max-restarts", "3", "--", "train", "train.resume=auto", "out=run")
     assert done.output.strip().endswith("--max-restarts 3 -m multipack train train.resume=auto out=run")

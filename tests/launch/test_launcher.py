@@ -29,8 +29,10 @@ def command(allocation, *words, **request):
 
 
 def test_one_host_uses_torchrun():
-    torchrun = f"{TORCHRUN} --standalone --nproc-per-node 4"
+    torchrun = f"{TORCHRUN} --rdzv-backend loopback --nproc-per-node 4"
     assert command(Allocation(), processes=4) == f"{torchrun} -m multipack train model=gpt2"
+    assert "--rdzv-endpoint 127.0.0.1:29500 " in command(Allocation(), processes=4, port=29500)
+    assert "--rdzv-endpoint" not in command(slurm(), processes=4, nodes=1, launcher="torchrun", node_rank=0)
     more = command(Allocation(), processes=4, max_restarts=3, cores=8, flags=("--log-dir", "logs"))
     assert more == (
         f"env OMP_NUM_THREADS=8 {torchrun} --max-restarts 3 --log-dir logs -m multipack train model=gpt2"
@@ -90,7 +92,9 @@ def test_hostfiles_without_a_scheduler():
     assert mpirun.startswith("mpirun -n 4 -ppn 2 -hosts a,b env")
     one = {"hosts": {"a.site": 2}, "processes": 2, "here": "a"}
     for launchers in ({}, {"mpiexec": "mpich"}):
-        assert command(Allocation(**one, launchers=launchers)).startswith(f"{TORCHRUN} --standalone")
+        assert command(Allocation(**one, launchers=launchers)).startswith(
+            f"{TORCHRUN} --rdzv-backend loopback"
+        )
     here = Allocation(launchers={"mpiexec": "mpich"})
     found = command(here, processes=2, launcher="mpiexec", port=5)
     assert found.startswith("mpiexec -n 2 -ppn 2 env MASTER_ADDR=127.")

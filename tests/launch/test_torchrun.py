@@ -1,16 +1,28 @@
+import base64
+import binascii
 import functools
+import ipaddress
 import os
+import pickletools
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from multipack.launch import torchrun
+from multipack.launch.allocation import Allocation
+from multipack.launch.launcher import LaunchRequest, launch_command
 
 PROGRAM = """
 import os, signal, sys, time
@@ -45,7 +57,15 @@ def test_the_exit_code_is_that_of_the_first_failure(monkeypatch, capsys, ends, c
 )
 def test_a_failure_is_one_line_and_its_exit_code(tmp_path, end, code, message):
     (tmp_path / "program.py").write_text(PROGRAM.format(end=end))
-    start = [sys.executable, "-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+    start = [
+        sys.executable,
+        "-m",
+        "multipack.launch.torchrun",
+        "--rdzv-backend",
+        "loopback",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run([*start, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "")
     last = done.stderr.splitlines()[-1]
@@ -130,3 +150,105 @@ def test_only_a_signal_announces_that_the_run_saves(monkeypatch, processes, caps
         torchrun._close(processes(STOPS), signal.SIGTERM)
     expected = "SIGTERM: the run saves and stops after this step; a second signal kills it\n"
     assert capsys.readouterr().err == (expected if is_signal else "")
+
+
+def listening(*processes):
+    """(address, port) of the sockets on which these processes and their descendants listen, as Linux lists them."""
+    inodes, left = set(), list(processes)
+    while left:
+        process = Path("/proc", str(left.pop()))
+        for task in process.glob("task/*/children"):
+            left += task.read_text().split()
+        for file in process.glob("fd/*"):
+            with suppress(OSError):
+                inodes.add(os.readlink(file))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                address, port = local.split(":")
+                words = struct.unpack(f"<{len(address) // 8}I", bytes.fromhex(address))
+                found.add((str(ipaddress.ip_address(struct.pack(f">{len(words)}I", *words))), int(port, 16)))
+    return found
+
+
+def values(port):
+    """Key → value of a store on this host."""
+    wait = timedelta(seconds=20)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=wait)
+    keys = [key for key in store.list_keys() if store.check([key])]
+    return dict(zip(keys, store.multi_get(keys), strict=True))
+
+
+def is_pickle(value):
+    """Whether a value, or what it encodes in base64, is a pickle."""
+    readings = [value]
+    with suppress(binascii.Error):
+        readings.append(base64.b64decode(value, validate=True))
+    for each in readings:
+        with suppress(ValueError, IndexError):
+            return bool(list(pickletools.genops(each)))
+    return False
+
+
+def test_the_store_of_one_host_listens_on_loopback_and_holds_no_pickle(capsys):
+    before, made = listening(os.getpid()), []
+    for run in ("a", "b"):  # two launches at once take different ports
+        asked = RendezvousParameters("loopback", "127.0.0.1:0", run, 1, 1)
+        made.append(torchrun.LoopbackRendezvous.create(asked))
+    opened = listening(os.getpid()) - before
+    assert len(opened) == 2
+    assert {address for address, _ in opened} == {"127.0.0.1"}
+    info = made[0].next_rendezvous()
+    assert (info.rank, info.world_size, made[0].use_agent_store) == (0, 1, True)
+    info.store.set("torchelastic/role_info/0", '{"rank": 0}')
+    port = info.bootstrap_store_info.master_port
+    assert list(values(port).values()) == [b'{"rank": 0}']
+    with pytest.raises(SystemExit):  # the second of two runs with one --port
+        torchrun.LoopbackRendezvous(port, "c")
+    assert f"--port {port}" in capsys.readouterr().err
+
+
+LAUNCHED = """
+import os, sys, time
+from multipack.parallel.world import connected
+with connected("cpu", 60) as world:
+    if world.rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+    world.barrier()
+    open(f"joined-{world.rank}", "w").close()
+    while not os.path.exists("end"):
+        time.sleep(0.05)
+    world.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_live_launch_is_reached_from_this_host_only(tmp_path):
+    """Its sockets, after a restart too: all are on loopback, and its stores hold no pickle."""
+    (tmp_path / "program.py").write_text(LAUNCHED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    request = LaunchRequest(["train"], processes=2, max_restarts=1, port=port, python=sys.executable)
+    command = launch_command(request, Allocation())
+    command = [*command[: command.index("-m", 3)], "program.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            ends = time.monotonic() + 150
+            while not all((tmp_path / f"joined-{rank}").exists() for rank in range(2)):
+                assert time.monotonic() < ends
+                assert process.poll() is None
+                time.sleep(0.1)
+            found = listening(process.pid)
+            assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+            assert ("127.0.0.1", port) in found
+            held = values(port)
+            assert any("attempt-1" in key and "heartbeat" in key for key in held), held.keys()
+            assert not [key for key, value in held.items() if is_pickle(value)]
+            (tmp_path / "end").touch()
+            assert process.wait(120) == 0
+        finally:
+            (tmp_path / "end").touch()
+            process.send_signal(signal.SIGTERM)

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ import torch
 
 from multipack.parallel import world as world_module
 from multipack.parallel.ranks import Ranks
+from multipack.parallel.stores import is_loopback, loopback_socket
 from multipack.parallel.world import World, choose_device, connected, hosts
 
 
@@ -169,3 +171,14 @@ def test_processes_of_srun_and_mpiexec_join_without_torchrun(launcher, monkeypat
     ended = [process.communicate(timeout=90) for process in started]
     named = {"srun": "srun", "mpiexec": "MPICH"}[launcher]
     assert [out.strip() for out, _ in ended] == [f"{rank} {rank} {named} 3.0" for rank in (0, 1)], ended
+
+
+@pytest.mark.parametrize(("host", "here"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
+def test_the_store_listens_where_the_ranks_are(host, here):
+    """A host's own name is none of these: other hosts know it by another address than /etc/hosts does."""
+    descriptor = loopback_socket(host, 0)
+    assert (descriptor is not None) == here == is_loopback(host)
+    if descriptor is not None:
+        with socket.socket(fileno=descriptor) as listener:
+            assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    assert not is_loopback(socket.gethostname()) or socket.gethostname() == "localhost"

@@ -31,7 +31,7 @@ LEAST_FREE_BYTES = 1 << 30
 PROCESS_SECONDS = 90.0
 """Timeout of the checks in two processes; importing torch takes most of the time."""
 COLLECTIVES = (
-    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "multipack.launch.torchrun", "--rdzv-backend", "loopback", "--nproc-per-node", "2"),
     *("-m", "multipack", "bench", "collectives", "--sizes", "4KiB", "--repeats", "1", "--json"),
 )
 """Arguments of the interpreter that run and check every collective in two processes."""

@@ -1,7 +1,7 @@
 """Start the processes of a run with torchrun, srun or mpiexec.
 
     multipack launch -n 8 --ppn 4 -- train model=gpt2
-      one host   →  python -m multipack.launch.torchrun --standalone --nproc-per-node 8 -m multipack train model=gpt2
+      one host   →  python -m multipack.launch.torchrun --rdzv-backend loopback --nproc-per-node 8 -m …
       Slurm      →  srun --nodes=2 --ntasks=8 … env MASTER_ADDR=… MASTER_PORT=… WORLD_SIZE=8 python -m multipack train …
       PBS        →  mpiexec -n 8 --ppn 4 --hosts … env … python -m multipack train …
       restarts   →  one `multipack launch --launcher torchrun` per host, which becomes torchrun
@@ -110,9 +110,9 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
     """
     layout = lay_out(request, allocation)
     launcher = choose_launcher(request, allocation, layout)
-    request = replace(
-        request, cores=request.cores or allocation.cores, port=request.port or port_of(allocation.job)
-    )
+    # On one host torchrun's store takes a free port by itself: two launches never choose the same.
+    port = request.port or (0 if launcher == "torchrun" and layout.nodes == 1 else port_of(allocation.job))
+    request = replace(request, cores=request.cores or allocation.cores, port=port)
     if launcher == "torchrun":
         return _torchrun(request, layout)
     address, multipack = _address(request, layout), [request.python, "-m", "multipack"]
@@ -194,8 +194,10 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
 def _torchrun(request: LaunchRequest, layout: Layout) -> list[str]:
     """Return the torchrun command of this host."""
     words = [request.python, "-m", "multipack.launch.torchrun"]
-    words += ["--standalone"] if layout.nodes == 1 else []
-    if layout.nodes > 1:
+    if layout.nodes == 1:
+        words += ["--rdzv-backend", "loopback"]
+        words += ["--rdzv-endpoint", f"127.0.0.1:{request.port}"] if request.port else []
+    else:
         if not 0 <= request.node_rank < layout.nodes:
             raise ValueError(f"--node-rank {request.node_rank}: must be 0 … {layout.nodes - 1}")
         words += ["--nnodes", str(layout.nodes), "--node-rank", str(request.node_rank)]
@@ -272,7 +274,8 @@ def launch(
     if request.node_rank < 0:
         found = find_launchers(os.environ)
         allocation = replace(allocation, launchers=found, here=socket.gethostname())
-        if not request.port and not allocation.job and len(allocation.hosts) <= 1:
+        chosen = choose_launcher(request, allocation, lay_out(request, allocation))
+        if not (request.port or allocation.job or len(allocation.hosts) > 1 or chosen == "torchrun"):
             with socket.socket() as listener:  # runs on one host need different ports
                 listener.bind(("", 0))
                 request = replace(request, port=listener.getsockname()[1])

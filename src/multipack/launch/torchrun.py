@@ -1,12 +1,15 @@
-"""torchrun with the exit code of the failed process and without its own report.
+"""torchrun with the exit code of the failed process, without its own report, and with a store that stays on its host.
 
-    python -m multipack.launch.torchrun --nproc-per-node 4 -m multipack train …
+    python -m multipack.launch.torchrun --rdzv-backend loopback --nproc-per-node 4 -m multipack train …
 
 A multipack command that fails has already printed its error. torchrun would add forty lines and always exit with 1.
 Only a process killed by a signal is reported here.
 
 torchrun gives the other processes 30 seconds, both after a failure and after a signal that asks to stop: too long for
 a process that hangs, and too short to save a large model.
+
+For one host torchrun would keep its state as a pickle in a store that listens on every address without a password:
+whoever reaches the port runs code here. `LoopbackRendezvous` keeps no pickle, and its store listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -17,16 +20,59 @@ import sys
 import time
 from typing import Any
 
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
+
+from multipack.parallel.stores import loopback_socket
 
 FAILURE_SECONDS = 10.0
 """How long processes may take to end after one of them has failed."""
 STOP_SECONDS = 600.0
 """How long processes may take to save and stop after a signal; a second signal kills them."""
 
+HOST = "127.0.0.1"
+
 _torch_close = PContext.close
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """A rendezvous of the processes of this host alone: one store of bytes and JSON, which no other host reaches.
+
+    Args:
+        port: of the store; 0 = a free one.
+        run_id: prefix of the keys.
+
+    Raises:
+        SystemExit: the port is taken.
+    """
+
+    def __init__(self, port: int, run_id: str) -> None:
+        try:
+            listener = loopback_socket(HOST, port)
+        except OSError as error:
+            sys.stderr.write(f"error: --port {port}: {error.strerror}: give another, or leave it out\n")
+            sys.exit(2)
+        self._server = TCPStore(HOST, port, 1, True, multi_tenant=True, master_listen_fd=listener)
+        super().__init__(HOST, self._server.port, rank=0, world_size=1, run_id=run_id, timeout=600)
+
+    @classmethod
+    def create(cls, parameters: rendezvous.RendezvousParameters) -> LoopbackRendezvous:
+        """The rendezvous with the port of --rdzv-endpoint."""
+        return cls(parse_rendezvous_endpoint(parameters.endpoint, 0)[1], parameters.run_id)
+
+    def get_backend(self) -> str:
+        """The word of --rdzv-backend."""
+        return "loopback"
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        """The store, which restarts keep, and its address for the processes."""
+        address = rendezvous.RendezvousStoreInfo(HOST, self._server.port)
+        return rendezvous.RendezvousInfo(PrefixStore(self.run_id, self._server), 0, 1, address)
 
 
 def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -56,6 +102,7 @@ def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int
 def main() -> int:
     """Run torchrun on this process's arguments; return the exit code."""
     PContext.close = _close  # type: ignore
+    rendezvous.rendezvous_handler_registry.register("loopback", LoopbackRendezvous.create)
     restarts = [word for word in sys.argv if word.startswith(("--max-restarts", "--max_restarts"))]
     if not restarts:  # with restarts, torchrun reports the failures before the last
         logging.disable(logging.ERROR)

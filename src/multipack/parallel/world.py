@@ -26,6 +26,7 @@ from multipack.parallel.collectives import broadcast_bytes, gather_bytes
 from multipack.parallel.failures import NotConnected, Watch, first_line
 from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
+from multipack.parallel.stores import keep_gloo_here, loopback_socket
 
 PR_SET_PDEATHSIG = 1
 """Number of an option of prctl, from Linux's header prctl.h."""
@@ -259,6 +260,7 @@ def joined(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_expandable_segments()
+    keep_gloo_here(address[0])
     backend = "nccl" if device.type == "cuda" else "gloo"
     store, watch = _meet(os.environ, backend, ranks, address, timeout_seconds)
     place = ranks.rank, ranks.size, ranks.local_rank, device, backend, ranks.launcher, command
@@ -318,11 +320,13 @@ def _meet(
     kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix, timeout = f"attempt-{restart}" if kept else "run", timedelta(seconds=timeout_seconds)
     try:
-        opened = TCPStore(*address, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
+        serves = not kept and ranks.rank == 0
+        listener = loopback_socket(*address) if serves else None
+        opened = TCPStore(*address, ranks.size, serves, timeout, master_listen_fd=listener)
         own = TCPStore(address[0], opened.port, is_master=False, wait_for_workers=False, timeout=timeout)
         store = PrefixStore(prefix, opened)
         watch = Watch(PrefixStore(prefix, own), ranks.rank, ranks.size, timeout_seconds, backend == "nccl")
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise ValueError(
             f"rank {ranks.rank} of {ranks.size}, on {socket.gethostname()}, did not meet the others at"
             f" {address[0]}:{address[1]} within parallel.timeout_seconds={timeout_seconds:g}: check that all of them"
