@@ -205,7 +205,7 @@ class Arriving(ABC):
         with opened(state, f"the saved position in {self.name}", *names):
             if state["fingerprint"] != self.fingerprint:
                 raise ValueError(
-                    f"the saved position belongs to another stream than {self.name}: its source, its first documents, its"
+                    f"the saved position belongs to another stream than {self.name}: its source or first documents, its"
                     f" tokenizer, the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was"
                     " different"
                 )
