@@ -69,15 +69,16 @@ def check(found, accumulation, lora):
         assert np.array_equal(*rank["weights"])
 
 
+# Every two of processes, accumulation and adapters meet.
 CASES = pytest.mark.parametrize(
-    ("accumulation", "lora"),
+    ("processes", "accumulation", "lora"),
     [
-        (2, False),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
+        (2, 2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, False), (1, 2, True), (2, 1, True))
+        ),
     ],
-    ids=["full-2", "full-1", "lora-1", "lora-2"],
 )
 LOOPS = [
     ("pytorch_loop", "torchdata", {}),
@@ -85,7 +86,6 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 @CASES
 @pytest.mark.parametrize(("name", "package", "settings"), LOOPS)
 def test_a_loop_equals_every_document_alone(pools, name, package, settings, accumulation, lora, processes):
@@ -154,7 +154,6 @@ def case_lightning(world, accumulation, lora, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
 @CASES
 def test_lightning_equals_every_document_alone(pools, tmp_path, accumulation, lora, processes):
     for needed in ("transformers", "torchdata", "lightning", *(["peft"] if lora else [])):
