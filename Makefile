@@ -81,16 +81,21 @@ gpu-check:
 
 install: $(VENV)/.installed-dev
 
-# The stamps hold what was installed, so that a changed pyproject.toml installs anew.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The stamps hold what was installed, so that a changed pyproject.toml installs anew. Python compiles modules when they
+# are first imported: for all of them pip would take a minute.
+define installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "multipack needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]'
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call installed,train)
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	$(call installed,dev)
+	touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

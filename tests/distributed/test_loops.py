@@ -33,9 +33,9 @@ def loaded(name):
 
 def case_loop(world, name, accumulation, lora, settings):
     """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
-    multiprocessing.current_process()._config["daemon"] = (
-        False  # a pool's process may start workers of a loader
-    )
+    # A pool's process may start workers of a loader, as one started by hand does: those of a server import torch anew.
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
     example = loaded(name)
     settings = settings | {"capacity": 2 * ROW, "accumulation": accumulation, "rate": RATE}
     rows, again = [], []
@@ -69,24 +69,23 @@ def check(found, accumulation, lora):
         assert np.array_equal(*rank["weights"])
 
 
+# Every two of processes, accumulation and adapters meet.
 CASES = pytest.mark.parametrize(
-    ("accumulation", "lora"),
+    ("processes", "accumulation", "lora"),
     [
-        (2, False),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
+        (2, 2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, False), (1, 2, True), (2, 1, True))
+        ),
     ],
-    ids=["full-2", "full-1", "lora-1", "lora-2"],
 )
 LOOPS = [
     ("pytorch_loop", "torchdata", {}),
-    pytest.param("pytorch_loop", "torchdata", {"workers": 2}, marks=pytest.mark.slow),
     ("accelerate_loop", "accelerate", {"cpu": True}),
 ]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 @CASES
 @pytest.mark.parametrize(("name", "package", "settings"), LOOPS)
 def test_a_loop_equals_every_document_alone(pools, name, package, settings, accumulation, lora, processes):
@@ -94,6 +93,14 @@ def test_a_loop_equals_every_document_alone(pools, name, package, settings, accu
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     found = pools(processes).run(case_loop, name, accumulation, lora, settings)
     check(found, accumulation, lora)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 1])
+def test_a_loop_reads_with_worker_processes(pools, processes):
+    for needed in ("transformers", "torchdata"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    check(pools(processes).run(case_loop, "pytorch_loop", 2, False, {"workers": 2}), 2, False)
 
 
 def unpickled(tensor, size, _group):
@@ -147,7 +154,6 @@ def case_lightning(world, accumulation, lora, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
 @CASES
 def test_lightning_equals_every_document_alone(pools, tmp_path, accumulation, lora, processes):
     for needed in ("transformers", "torchdata", "lightning", *(["peft"] if lora else [])):

@@ -80,8 +80,6 @@ def tokenizer():
 
 
 HOSTS = ["transformers", pytest.param("trl", marks=pytest.mark.slow)]
-LORA = pytest.param(True, marks=pytest.mark.slow)
-ADAPTERS = pytest.mark.parametrize("lora", [False, LORA], ids=["full", "lora"])
 
 
 def case_resumed(world, host, accumulation, lora, folder):
@@ -116,9 +114,17 @@ def case_resumed(world, host, accumulation, lora, folder):
     }
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
-@ADAPTERS
+# Every two of processes, accumulation and adapters meet.
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "lora"),
+    [
+        (2, 2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, False), (1, 2, True), (2, 1, True))
+        ),
+    ],
+)
 @pytest.mark.parametrize("host", HOSTS)
 def test_training_equals_every_document_alone_also_when_resumed(
     pools, tmp_path, host, lora, accumulation, processes
