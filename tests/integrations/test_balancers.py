@@ -88,13 +88,52 @@ def test_verl_nested_batches():
     assert len(indices) == 2
 
 
-def other_rank(monkeypatch, longest, fewest, sequences):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_verl_groups_of_consecutive_sequences_stay_in_one_micro_batch(balanced):
+    lengths = RNG.integers(1, 60, 96)
+    for size in (1, 2, 3):
+        made, indices = verl.rearrange_micro_batches(
+            batch_of(lengths.tolist()), 200, None, 2, True, None, balanced, force_group_size=size
+        )
+        each_once(indices, 96)
+        assert len(made) % 2 == 0
+        assert max(lengths[own].sum() for own in indices) <= 200
+        for own in indices:
+            assert own == sorted(own)
+            assert [number // size for number in own[::size]] == sorted({number // size for number in own})
+            assert len(own) % size == 0
+    for size, budget, message in ((5, 200, "multiple of force_group_size=5"), (2, 60, "group of .* tokens")):
+        with pytest.raises(ValueError, match=message):
+            verl.rearrange_micro_batches(batch_of(lengths.tolist()), budget, force_group_size=size)
+    with pytest.raises(ValueError, match="2 groups on a rank cannot fill 3 micro-batches"):
+        verl.rearrange_micro_batches(batch_of([1] * 4), 9, min_num_micro_batch=3, force_group_size=2)
+
+
+def test_verl_arguments_are_those_of_its_engine():
+    """verl 0.9.1 gives every argument after the batch by name (workers/engine/utils.py)."""
+    import inspect
+
+    parameters = inspect.signature(verl.rearrange_micro_batches).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY}
+    assert defaults == {
+        "batch": inspect.Parameter.empty,
+        "max_token_len": inspect.Parameter.empty,
+        "dp_group": None,
+        "num_batches_divided_by": None,
+        "same_micro_num_in_dp": True,
+        "min_num_micro_batch": None,
+        "use_dynamic_bsz_balance": True,
+        "force_group_size": 1,
+    }
+
+
+def other_rank(monkeypatch, longest, fewest, groups):
     """A second rank of the process group that has these numbers."""
     from torch import distributed
 
     def all_reduce(values, op, group):
-        assert op == distributed.ReduceOp.MIN
-        values.copy_(torch.minimum(values, torch.tensor([-longest, -fewest, sequences])))
+        assert (op, group) == (distributed.ReduceOp.MIN, "dp")
+        values.copy_(torch.minimum(values, torch.tensor([-longest, -fewest, groups, 1])))
 
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
@@ -104,15 +143,20 @@ def other_rank(monkeypatch, longest, fewest, sequences):
 
 def test_verl_ranks_agree_on_the_number_and_on_errors(monkeypatch):
     batch = batch_of([7, 3, 2, 2])
-    other_rank(monkeypatch, longest=8, fewest=3, sequences=4)
-    assert len(verl.rearrange_micro_batches(batch, 8)[0]) == 3
-    assert len(verl.rearrange_micro_batches(batch, 8, same_micro_num_in_dp=False)[0]) == 2
-    other_rank(monkeypatch, longest=9, fewest=1, sequences=4)
+    other_rank(monkeypatch, longest=8, fewest=3, groups=4)
+    assert len(verl.rearrange_micro_batches(batch, 8, "dp")[0]) == 3
+    assert len(verl.rearrange_micro_batches(batch, 8, "dp", same_micro_num_in_dp=False)[0]) == 2
+    other_rank(monkeypatch, longest=9, fewest=1, groups=4)
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into max_token_len=8"):
-        verl.rearrange_micro_batches(batch, 8)
-    other_rank(monkeypatch, longest=8, fewest=3, sequences=2)
+        verl.rearrange_micro_batches(batch, 8, "dp")
+    other_rank(monkeypatch, longest=8, fewest=3, groups=2)
     with pytest.raises(ValueError, match="2 sequences on a rank cannot fill 3 micro-batches"):
-        verl.rearrange_micro_batches(batch, 8)
+        verl.rearrange_micro_batches(batch, 8, "dp")
+
+
+def test_verl_without_a_group_communicates_with_nobody(monkeypatch):
+    other_rank(monkeypatch, longest=9, fewest=3, groups=2)
+    assert len(verl.rearrange_micro_batches(batch_of([7, 3, 2, 2]), 8)[0]) == 2
 
 
 def test_openrlhf_micro_batches_hold_the_limit_if_it_is_given():

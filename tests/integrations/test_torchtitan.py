@@ -1,5 +1,6 @@
 """torchtitan's protocol of data loaders on planned packs, and its own Trainer where it is installed."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -9,17 +10,31 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150)
 RUN = Path(__file__).with_name("titan_run.py")
 
 
-def stand_ins():
-    """The parts of torchtitan that the loader reads."""
+HOST = {
+    "0.3": {"seq_len": 64, "local_batch_size": 3, "snapshot_every_n_steps": 1},
+    "pairs": {"max_context_length": 64, "num_tokens_per_batch": 192},
+    "dictionaries": {"max_context_length": 64, "num_tokens_per_batch": 192},
+}
+"""Version of the protocol → what the host gives. After 0.3 batches are pairs, and later dictionaries."""
+
+
+def stand_ins(version):
+    """The parts of torchtitan that the loader reads.
+
+    After 0.3: components/data/loader.py (5b1a6e4), and collators.py and trainer.py of the commits after it, which give
+    max_context_length and num_tokens_per_batch and take flat batches with the number of their targets.
+    """
 
     class BaseDataLoader:
         @dataclass(kw_only=True, slots=True)
@@ -27,35 +42,45 @@ def stand_ins():
             dataset: str = ""
             dataset_path: str | None = None
 
+        def close(self):
+            raise NotImplementedError
+
     attention = {
         name: SimpleNamespace(Config=type(f"{name}.Config", (), {}))
         for name in ("FlexAttention", "VarlenAttention")
     }
+    batch = {"pairs": tuple[dict[str, Any], torch.Tensor], "dictionaries": dict[str, Any]}
     found = {
         "torchtitan": {},
         "torchtitan.components": {},
-        "torchtitan.components.dataloader": {"BaseDataLoader": BaseDataLoader},
         "torchtitan.models": {},
         "torchtitan.models.common": {},
         "torchtitan.models.common.attention": attention,
     }
+    if version == "0.3":
+        found["torchtitan.components.dataloader"] = {"BaseDataLoader": BaseDataLoader}
+    else:
+        found["torchtitan.components.data"] = {}
+        found["torchtitan.components.data.loader"] = {"BaseDataLoader": BaseDataLoader}
+        found["torchtitan.components.data.collators"] = {"TrainerBatch": batch[version]}
     for name, values in found.items():
         module = ModuleType(name)
         vars(module).update(values)
         yield name, module
 
 
-@pytest.fixture(scope="module")
-def titan():
-    """The module, with stand-ins where torchtitan is not installed."""
+@pytest.fixture(scope="module", params=HOST)
+def titan(request):
+    """The module, with stand-ins for other versions of torchtitan than the installed one."""
+    version, own = request.param, "multipack.integrations.torchtitan"
+    sys.modules.pop(own, None)
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in () if INSTALLED else stand_ins():
+        for name, module in () if INSTALLED and version == "0.3" else stand_ins(version):
             patch.setitem(sys.modules, name, module)
-        from multipack.integrations import torchtitan
-
-        yield torchtitan
-    if not INSTALLED:
-        del sys.modules["multipack.integrations.torchtitan"]
+        module = importlib.import_module(own)
+        module.version = version
+        yield module
+    del sys.modules[own]
 
 
 def documents(_tokenizer):
@@ -68,20 +93,37 @@ def documents(_tokenizer):
 
 def loader(titan, rank=0, ranks=2, **settings):
     config = titan.PackedDataLoader.Config(documents=documents, **settings)
-    host = {"tokenizer": None, "seq_len": 64, "local_batch_size": 3, "snapshot_every_n_steps": 1}
+    host = {"tokenizer": None, **HOST[titan.version]}
     return titan.PackedDataLoader(config, dp_world_size=ranks, dp_rank=rank, **host)
+
+
+def taken(batch):
+    """Inputs and labels as the model gets them; the number of targets is what trainers after 0.3 pop."""
+    if isinstance(batch, dict):
+        batch = dict(batch)
+        inputs, labels = batch, batch.pop("labels")
+    else:
+        inputs, labels = batch
+    if labels.dim() == 1:
+        assert inputs.pop("num_valid_tokens") == (labels != -100).sum()
+    assert inputs.keys() == {"input", "positions"}
+    return inputs, labels
 
 
 def read(batches):
     """Numbers of the documents of each batch; batches are checked."""
     found = []
-    for inputs, labels in batches:
-        assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (3, 64)
+    for batch in batches:
+        inputs, labels = taken(batch)
+        assert inputs["input"].shape == inputs["positions"].shape == labels.shape
+        assert labels.shape in ((3, 64), (192,))
         found.append([])
-        rows = zip(inputs["input"].tolist(), inputs["positions"].tolist(), labels.tolist(), strict=True)
-        for tokens, positions, targets in rows:
+        three = (inputs["input"], inputs["positions"], labels)
+        for tokens, positions, targets in zip(
+            *(torch.atleast_2d(each).tolist() for each in three), strict=True
+        ):
             place = 0
-            while place < 64 and tokens[place]:
+            while place < len(tokens) and tokens[place]:
                 number = tokens[place] - 1
                 length = int(LENGTHS[number])
                 expected = [*documents(None)[number].get("labels", [number + 1] * length)[1:], -100]
@@ -90,7 +132,7 @@ def read(batches):
                 assert targets[place : place + length] == expected
                 found[-1].append(number)
                 place += length
-            assert positions[place:] == list(range(64 - place))
+            assert positions[place:] == [number % 64 for number in range(len(tokens) - place)]
             assert set(targets[place:]) <= {-100}
     return found
 
@@ -117,34 +159,23 @@ def test_a_state_in_the_middle_of_an_epoch_is_continued(titan):
         resumed.load_state_dict({})
         resumed.load_state_dict(state)
         assert resumed.sampler.epoch == 1
-        for (one, labels), (two, more) in zip(batches, resumed, strict=True):
+        for (one, labels), (two, more) in zip(map(taken, batches), map(taken, resumed), strict=True):
             assert all(one[name].equal(two[name]) for name in one)
             assert labels.equal(more)
+        resumed.close()
     assert state == loader(titan, 0, epochs=3).state_dict() | state
     with pytest.raises(ValueError, match="seed"):
         loader(titan, seed=4).load_state_dict(state)
 
 
 def test_mistakes_are_named(titan):
+    given = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None}
     with pytest.raises(ValueError, match=r"packed\(config, documents=function\)"):
+        titan.PackedDataLoader(titan.PackedDataLoader.Config(), **given, **HOST[titan.version])
+    name = "seq_len" if titan.version == "0.3" else "max_context_length"
+    with pytest.raises(ValueError, match=rf"document \d+ has \d+ tokens.*training\.{name}=40 .*{name}=59"):
         titan.PackedDataLoader(
-            titan.PackedDataLoader.Config(),
-            dp_world_size=1,
-            dp_rank=0,
-            tokenizer=None,
-            seq_len=64,
-            local_batch_size=1,
-        )
-    with pytest.raises(
-        ValueError, match=r"document \d+ has \d+ tokens.*training\.seq_len=40; use training\.seq_len=59"
-    ):
-        titan.PackedDataLoader(
-            titan.PackedDataLoader.Config(documents=documents),
-            dp_world_size=1,
-            dp_rank=0,
-            tokenizer=None,
-            seq_len=40,
-            local_batch_size=1,
+            titan.PackedDataLoader.Config(documents=documents), **given, **HOST[titan.version] | {name: 40}
         )
 
 

@@ -64,6 +64,8 @@ def test_packs_like_the_textbook(data):
         ]
         if method == "next_fit":
             assert packs.order.tolist() == list(range(len(lengths)))
+        elif method == "best_fit" and not limit:  # lengths in few and in many values: both sorts
+            assert all(p.tolist() == sorted(p, key=lambda i: (-lengths[i], i)) for p in packs)
 
 
 @settings(deadline=None, max_examples=20)

@@ -8,6 +8,10 @@
             positions  0 1 2 3 4 0 1 0 1 2 0 1      torchtitan makes the masks of documents from them
             labels     a a a a − b − c c − − −      shifted already; − is −100: no document predicts the next one
 
+That is torchtitan 0.3. Later versions give `max_context_length` and `num_tokens_per_batch` in place of L and B: a batch
+is one pack of `num_tokens_per_batch` tokens, its tensors have one dimension, and no document exceeds
+`max_context_length`.
+
 Every rank plans the epoch alone and reads its own rows, the same number on all ranks. Epoch follows epoch until
 `training.steps`; `len(trainer.dataloader)` is the number of batches of an epoch.
 """
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +36,27 @@ from multipack.machine import import_extra
 from multipack.planning.lengths import name_documents
 
 import_extra("torchtitan", "PackedDataLoader", "torchtitan")
-_Base: Any = import_module("torchtitan.components.dataloader").BaseDataLoader
+try:
+    _Base: Any = import_module("torchtitan.components.dataloader").BaseDataLoader
+    _BATCH: Any = tuple
+except ModuleNotFoundError:  # after 0.3
+    _Base = import_module("torchtitan.components.data.loader").BaseDataLoader
+    _BATCH = get_origin(import_module("torchtitan.components.data.collators").TrainerBatch)
+
+
+class _Inputs(dict[str, Any]):
+    """The model's inputs of a batch, and their number of targets as an entry that only `pop` knows.
+
+    Some versions after 0.3 pop `num_valid_tokens` before the inputs reach the model, others leave every entry there.
+    """
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove and return an entry; the number of targets, if it is asked for."""
+        return self.num_valid_tokens if key == "num_valid_tokens" else super().pop(key, *default)
+
+    def __init__(self, entries: Mapping[str, Tensor], targets: int) -> None:
+        super().__init__(entries)
+        self.num_valid_tokens = targets
 
 
 class PackedDataLoader(_Base):  # type: ignore[misc]
@@ -43,12 +67,14 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
         dp_world_size: number of data-parallel ranks.
         dp_rank: number of this one.
         tokenizer: is given to `config.documents`.
-        seq_len: tokens of a row, the limit of a document's length, too.
-        local_batch_size: rows of a batch.
+        seq_len: tokens of a row, the limit of a document's length, too; torchtitan 0.3.
+        local_batch_size: rows of a batch; torchtitan 0.3.
+        max_context_length: limit of a document's length; later versions.
+        num_tokens_per_batch: tokens of a batch; later versions.
         **host: other arguments of the host, which are not needed.
 
     Raises:
-        ValueError: a document is longer than a row, or what `multipack.plan` refuses.
+        ValueError: a document is longer than a row or the context, or what `multipack.plan` refuses.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,28 +100,33 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
         dp_world_size: int,
         dp_rank: int,
         tokenizer: Any,
-        seq_len: int,
-        local_batch_size: int,
+        seq_len: int = 0,
+        local_batch_size: int = 0,
+        max_context_length: int = 0,
+        num_tokens_per_batch: int = 0,
         **host: Any,
     ) -> None:
         if config.documents is None:
             raise ValueError("dataloader.documents is missing: use packed(config, documents=function)")
+        self._flat = bool(num_tokens_per_batch)
+        row, rows = (num_tokens_per_batch, 1) if self._flat else (seq_len, local_batch_size)
+        name, most = ("max_context_length", max_context_length) if self._flat else ("seq_len", seq_len)
         self._documents = config.documents(tokenizer)
         lengths = document_lengths(self._documents)
-        if (long := lengths > seq_len).any():
+        if (long := lengths > min(most, row)).any():
             raise ValueError(
-                f"{name_documents(lengths, long)}, but a row has training.seq_len={seq_len:,}; use"
-                f" training.seq_len={int(lengths.max()):,}, or truncate or filter these documents"
+                f"{name_documents(lengths, long)}, but training.{name}={most:,} in rows of {row:,} tokens; use"
+                f" training.{name}={int(lengths.max()):,}, or truncate or filter these documents"
             )
-        self._row_tokens, self._rows, self._epochs = seq_len, local_batch_size, config.epochs
+        self._row_tokens, self._rows, self._longest, self._epochs = row, rows, most, config.epochs
         self._collate = PackedDataCollator()
         self.sampler = PackedBatchSampler(
             lengths,
             rank=dp_rank,
             world_size=dp_world_size,
             seed=config.seed,
-            capacity=seq_len,
-            packs_per_step=dp_world_size * local_batch_size,
+            capacity=row,
+            packs_per_step=dp_world_size * rows,
             **config.plan_options,
         )
 
@@ -103,20 +134,29 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
         """Batches of an epoch, the same number on all ranks and in all epochs."""
         return len(self.sampler) // self._rows
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         while not self._epochs or self.sampler.epoch < self._epochs:
             packs = iter(self.sampler)
             while batch := [self._row(pack) for pack in islice(packs, self._rows)]:
                 inputs, positions, labels = map(torch.stack, zip(*batch, strict=True))
-                yield {"input": inputs, "positions": positions}, labels
+                yield self._batch({"input": inputs, "positions": positions, "labels": labels})
             self.sampler.set_epoch(self.sampler.epoch + 1)
+
+    def _batch(self, tensors: dict[str, Tensor]) -> Any:
+        """A batch in the form of the installed version: inputs and labels, or one dictionary of both."""
+        targets = int((tensors["labels"] != IGNORE).sum())
+        inputs = _Inputs({key: value[0] if self._flat else value for key, value in tensors.items()}, targets)
+        return {**inputs, "num_valid_tokens": targets} if _BATCH is dict else (inputs, inputs.pop("labels"))
+
+    def close(self) -> None:
+        """Nothing is open: no process, thread or file."""
 
     def _row(self, pack: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and shifted labels of a pack. Padding is a document without labels."""
         row = self._collate([self._documents[number] for number in pack])
         tokens, labels = row["input_ids"][0], row["labels"][0]
         padding = self._row_tokens - len(tokens)
-        positions = torch.cat([row["position_ids"][0], torch.arange(padding)])
+        positions = torch.cat([row["position_ids"][0], torch.arange(padding) % self._longest])
         return F.pad(tokens, (0, padding)), positions, F.pad(labels[1:], (0, padding + 1), value=IGNORE)
 
     def state_dict(self) -> dict[str, Any]:

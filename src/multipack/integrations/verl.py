@@ -60,6 +60,7 @@ def rearrange_micro_batches(
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
     *,
     cost: Cost = WORKLOAD,
 ) -> tuple[list[Any], list[list[int]]]:
@@ -68,41 +69,52 @@ def rearrange_micro_batches(
     Args:
         batch: TensorDict with `input_ids` that are nested, or with an `attention_mask` (batch, length).
         max_token_len: maximum tokens of a micro-batch, without padding.
-        dp_group: process group whose ranks get the same number of micro-batches; None = all ranks.
+        dp_group: process group whose ranks get the same number of micro-batches. None = this rank alone, without any
+            communication, as in verl 0.9; earlier versions of verl meant all ranks (`torch.distributed.group.WORLD`).
         num_batches_divided_by: the number of micro-batches is rounded up to a multiple of this (virtual pipelines).
-        same_micro_num_in_dp: agree on the number with the other ranks, by one all-reduce.
+        same_micro_num_in_dp: agree on the number with the other ranks of `dp_group`, by one all-reduce.
         min_num_micro_batch: minimum number of micro-batches.
         use_dynamic_bsz_balance: the costliest micro-batches are in the middle, the cheapest at both ends.
+        force_group_size: number of consecutive sequences that stay in one micro-batch (pairs of a reward model).
         cost: what is balanced between micro-batches; by default verl's workload. See `multipack.balance`.
 
     Returns:
-        The micro-batches, and for each of them the indices of its sequences in the batch.
+        The micro-batches, and for each of them the indices of its sequences in the batch. There are at least
+        ⌈tokens / max_token_len⌉, and more where that many cannot hold the sequences.
 
     Raises:
-        ValueError: a sequence is longer than `max_token_len`, or a rank has fewer sequences than micro-batches.
+        ValueError: a group is longer than `max_token_len`, a rank has fewer groups than micro-batches, or its sequences
+            are no multiple of `force_group_size`.
     """
-    lengths = _lengths_of(batch)
+    lengths, size = _lengths_of(batch), check_integer("force_group_size", force_group_size)
     budget = check_integer("max_token_len", max_token_len)
     minimum = check_integer("min_num_micro_batch", min_num_micro_batch or 1)
     multiple = check_integer("num_batches_divided_by", num_batches_divided_by or 1)
-    longest, fewest, sequences = int(lengths.max(initial=0)), 1, len(lengths)
+    members = np.arange(len(lengths)) // size
+    tokens = np.bincount(members, lengths).astype(np.int64)  # of each group
+    longest, fewest, groups = int(tokens.max(initial=0)), 1, len(tokens)
     if 0 < longest <= budget:
-        fewest = least_packs(lengths, budget)
-    if same_micro_num_in_dp:
-        least = least_of_ranks(-longest, -fewest, sequences, group=dp_group)
-        longest, fewest, sequences = -least[0], -least[1], least[2]
+        fewest = least_packs(tokens, budget)
+    is_whole = int(len(lengths) % size == 0)
+    if same_micro_num_in_dp and dp_group is not None:
+        least = least_of_ranks(-longest, -fewest, groups, is_whole, group=dp_group)
+        longest, fewest, groups, is_whole = -least[0], -least[1], least[2], least[3]
+    if not is_whole:
+        raise ValueError(f"the sequences of a rank are no multiple of force_group_size={size}")
+    what = "sequence" if size == 1 else f"group of force_group_size={size} sequences"
     if longest > budget:
         raise ValueError(
-            f"a sequence of {longest:,} tokens does not fit into max_token_len={budget:,}; set max_token_len (in verl's"
+            f"a {what} of {longest:,} tokens does not fit into max_token_len={budget:,}; set max_token_len (in verl's"
             f" settings ppo_max_token_len_per_gpu and the like) to at least {longest:,}"
         )
     number = -(-max(fewest, minimum) // multiple) * multiple
-    if number > sequences:
+    if number > groups:
         raise ValueError(
-            f"{sequences} sequences on a rank cannot fill {number} micro-batches, and none may be empty; raise"
-            " max_token_len, lower min_num_micro_batch or num_batches_divided_by, or give each rank more sequences"
+            f"{groups} {'sequences' if size == 1 else 'groups'} on a rank cannot fill {number} micro-batches, and none"
+            " may be empty; raise max_token_len, lower min_num_micro_batch or num_batches_divided_by, or give each rank"
+            " more sequences"
         )
-    divided = balance(lengths, number, budget=budget, cost=cost)
+    divided = balance(lengths, number, budget=budget, cost=cost, groups=members, together="micro_batch")
     indices = [micro_batches[0] for micro_batches in divided]
     if use_dynamic_bsz_balance:
         falling = [indices[part] for part in np.argsort(-divided.loads, kind="stable")]

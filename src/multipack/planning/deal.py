@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing
+from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import Packs, check_integer, longest_first, packs_from
+from multipack.planning.lengths import Packs, check_integer, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]

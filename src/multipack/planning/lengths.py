@@ -1,4 +1,4 @@
-"""Lengths and packs as arrays: `Packs`, the order by length, and checks whose errors name the documents."""
+"""Lengths and packs as arrays: `Packs`, and checks whose errors name the documents."""
 
 from __future__ import annotations
 
@@ -70,16 +70,6 @@ def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
     """`Packs` from the pack number of each document; the documents of a pack keep their order."""
     keys = pack_of.astype(np.uint16) if packs <= 1 << 16 else pack_of  # which numpy sorts by radix
     return Packs(np.argsort(keys, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
-
-
-def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(documents,) document numbers by falling length, equal lengths by rising number."""
-    bits = len(lengths).bit_length()
-    keys = (int(lengths.max(initial=0)) - lengths) << bits
-    keys |= np.arange(len(lengths), dtype=np.int64)  # keys differ, so that every sort gives the same order
-    keys.sort()
-    keys &= (1 << bits) - 1
-    return keys
 
 
 def short(value: Any) -> str:

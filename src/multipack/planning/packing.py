@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from multipack.planning.histogram import best_fit, count, simple_bound
 from multipack.planning.kernels import fit as kernels
-from multipack.planning.lengths import Packs, check_integer, check_lengths, longest_first, packs_from
+from multipack.planning.kernels.order import longest_first
+from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
 
 __all__ = ["Method", "Packs", "pack", "packs_from"]
 

@@ -31,8 +31,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
 from multipack.planning.kernels import balancing
+from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import spread, sums
-from multipack.planning.lengths import check_integer, check_integers, longest_first, offsets_of
+from multipack.planning.lengths import check_integer, check_integers, offsets_of
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]

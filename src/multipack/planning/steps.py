@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, fit, placing
-from multipack.planning.lengths import longest_first, offsets_of
+from multipack.planning.kernels.order import longest_first
+from multipack.planning.lengths import offsets_of
 from multipack.planning.options import PlanOptions
 
 Integers = NDArray[np.int64]
