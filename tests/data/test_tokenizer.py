@@ -203,9 +203,16 @@ def table(size, *texts):
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
 
 
+def sequence(*steps):
+    return {"type": "Sequence", "normalizers": steps}
+
+
 def replaced(pattern, content, times=1):
     step = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
-    return {"type": "Sequence", "normalizers": [step] * times}
+    return sequence(*[step] * times)
+
+
+STEP = {"type": "Prepend", "prepend": "a"}
 
 
 SPLIT = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
@@ -223,6 +230,7 @@ def letters(names=()):
         (lambda: Tokenizer.load(Path("/nowhere")), r"there is no tokenizer\.json"),
         (lambda: Tokenizer.load(Path(__file__)), r"test_tokenizer\.py: not a tokenizer\.json"),
         (lambda: changed(normalizer=table(1 << 31, b"a")), "trie of 2,147,483,648 bytes, and has 9"),
+        (lambda: changed(normalizer=sequence(STEP, table(1 << 31, b"a"))), "trie of 2,147,483,648 bytes"),
         (lambda: changed(normalizer=table(4, b"\xff")), r"not a tokenizer\.json: .*utf-8"),
         (lambda: changed(normalizer=table(4, b"a" * 2000)), "at least 2,000 characters"),
         (lambda: changed(normalizer=table(4, b"a")).encode("some"), "fails: .*index out of bounds"),

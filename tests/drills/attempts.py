@@ -13,13 +13,17 @@ from pathlib import Path
 from mutation import MARKER
 
 SECONDS, WAIT, BYTES = 10, 120, 4 << 30  # of processor time, on a busy machine, beyond what is used
+SEED = os.environ.get("SEED", "")
+"""Another value of this variable draws other mutants."""
+CLEAN = ("refused", "accepted", "equal", "different")
+"""Outcomes of mutants that are not lost: of those that are accepted, what is read equals the original's or differs."""
 
 
 def run_all(attempt, count, name):
     """Call `attempt(number)` for all numbers in forked processes, which are replaced when they hang or crash.
 
     Returns:
-        Outcome (accepted, refused, hang, crash, or the kind of an error) → number of mutants; and texts about the lost.
+        Outcome (one of `CLEAN`, hang, crash, or the kind of an error) → number of mutants; and texts about the lost.
     """
     outcomes, lost, number = Counter(), [], 0
     while number < count:
@@ -41,7 +45,7 @@ def run_all(attempt, count, name):
             for line in lines:
                 outcome, _, text = line.decode().partition(" ")
                 outcomes[outcome] += 1
-                if outcome not in ("accepted", "refused"):
+                if outcome not in CLEAN:
                     lost.append(f"{name} {number}: {outcome} {text}")
                 number, begun = number + 1, time.monotonic()
         os.kill(child, signal.SIGKILL)
@@ -69,8 +73,7 @@ def _attempts(attempt, numbers, writer):
         os.dup2(null, descriptor)
     for number in numbers:
         try:
-            attempt(number)
-            line = "accepted"
+            line = attempt(number)
         except (ValueError, OSError) as error:  # what the command line shows in one line
             text = str(error)
             line = (
@@ -98,15 +101,28 @@ class Drill:
         self._outcome, self._total, self._lost = outcome, Counter(), []
 
     def __call__(self, name, file, mutations, read, finish=lambda: None):
-        """Call `finish` and `read` after each mutation of a file; `mutations` are functions and their numbers."""
+        """Call `finish` and `read` after each mutation of a file; `mutations` are functions and their numbers.
+
+        What `read` returns is compared with what it returns of the original, unless it is None.
+        """
         original = file.read_bytes()
         for mutate, count in mutations:
+            known = []  # in each process, the value of the original
 
-            def attempt(number, mutate=mutate):
-                draw = random.Random(f"{name} {mutate.__name__} {number}")
-                file.write_bytes(mutate(original, draw))
+            def attempt(number, mutate=mutate, known=known):
+                draw = random.Random(f"{name} {mutate.__name__} {number}{SEED}")
+                try:
+                    if not known:
+                        file.write_bytes(original)
+                        finish()
+                        known.append(read())
+                    mutant = mutate(original, draw)
+                except (ValueError, OSError) as error:
+                    raise AssertionError(f"the original is refused: {error}") from error
+                file.write_bytes(mutant)
                 finish()
-                read()
+                value = read()
+                return "accepted" if value is None else "equal" if value == known[0] else "different"
 
             found, lost = run_all(attempt, count, f"{name} {mutate.__name__}")
             self._total.update(found)
@@ -117,7 +133,7 @@ class Drill:
     def check(self):
         """Record the counts, and fail if a mutant was lost."""
         self._outcome("mutants", sum(self._total.values()))
-        for kind in sorted({"accepted", "refused", "hang", "crash", *self._total}):
+        for kind in dict.fromkeys((*CLEAN, "hang", "crash", *sorted(self._total))):
             self._outcome(kind, self._total[kind])
         self._outcome("executions", int(MARKER.exists()))
         MARKER.unlink(missing_ok=True)

@@ -35,8 +35,8 @@ def check_bounds(fields: dict[str, Any]) -> None:
         steps = list(_steps(fields.get(name)))
         if len(steps) > MOST_STEPS:
             raise ValueError(f"its {name} has {len(steps):,} steps; {MOST_STEPS} are the limit")
-        for number, step in enumerate(steps):
-            text = _longest_output(step)
+        texts = [_longest_output(step) for step in steps]  # all tables are checked before one is used
+        for number, (step, text) in enumerate(zip(steps, texts, strict=True)):
             for later in steps[number + 1 :]:
                 if len(text) > MOST_GROWTH:
                     break
