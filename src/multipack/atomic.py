@@ -17,7 +17,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -68,12 +68,12 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bool = False) -> None:
     """Write a file so that `path` has the old content or the new one, never a part of it.
 
     Args:
         path: the file; its folder is created if needed.
-        content: its new content.
+        content: its new content, or blocks of it.
         exclusive: fail if the file exists.
 
     Raises:
@@ -84,7 +84,7 @@ def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> Non
     partial = partial_path(path)
     try:
         with open(partial, "xb") as file:
-            file.write(content)
+            file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         (_claim if exclusive else os.replace)(partial, path)

@@ -184,7 +184,7 @@ def _write_part(
             report(f"part {part + 1} of {parts} is already finished")
             return
         if writer.read:
-            tokens = sum(len(shard.tokens) for shard in writer.shards)
+            tokens = sum(shard.tokens for shard in writer.shards)
             report(
                 f"{counted(writer.read, 'documents')} ({tokens:,} tokens) kept from an interrupted prepare"
             )

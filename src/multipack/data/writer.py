@@ -10,11 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from multipack.atomic import PARTIAL, is_free, write_atomically
 from multipack.data.shards import (
@@ -24,18 +26,30 @@ from multipack.data.shards import (
     TOKENIZER,
     Notes,
     Shard,
+    ShardFile,
     StoreHeader,
     find_shards,
-    open_shard,
     shard_name,
-    write_shard,
 )
 from multipack.data.skipped import Places
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 25
-"""Tokens after which a shard is written: what a kill costs at most, and what is held in memory (2 or 4 bytes each)."""
+"""Tokens after which a shard is written: what a kill costs at most."""
+PIECE_TOKENS, PIECE_DOCUMENTS = 1 << 21, 1 << 14
+"""Size after which documents leave the memory: some 8 MiB. (A stream is one document, and waits for its shard.)"""
+EncodedPart = tuple[Sequence[int], bool]
+"""Tokens, and whether they are targets."""
+
+
+class WrittenShard(NamedTuple):
+    """Numbers of a shard that is on disk, and whether it is the last one of its part."""
+
+    documents: int
+    tokens: int
+    read: int
+    is_last: bool
 
 
 class ShardBuilder:
@@ -51,8 +65,8 @@ class ShardBuilder:
 
     def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
         self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
-        self._tokens, self._spans, self._names = array("I"), array("q"), bytearray()
-        self._weights = array("d")
+        self._tokens = array("H" if vocabulary_size <= 1 << 16 else "I")
+        self._spans, self._names, self._weights = array("q"), bytearray(), array("d")
         self._offsets, self._span_offsets, self._name_offsets = (array("q", [0]) for _ in range(3))
         self.read = 0
 
@@ -64,35 +78,16 @@ class ShardBuilder:
         """Number of tokens of all documents."""
         return len(self._tokens)
 
-    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]], weight: float = 1.0) -> None:
+    def add(self, name: str, parts: Sequence[EncodedPart], weight: float = 1.0) -> None:
         """Add a document from its tokens in parts, each with whether they are targets; see `Shard` for its weight.
 
         Raises:
-            ValueError: it has no tokens.
+            ValueError: it has no tokens, or a token outside the vocabulary.
             OverflowError: a token below 0.
         """
         if not any(len(ids) for ids, _ in parts):
             raise ValueError(f"document {name} has no tokens")
-        if self._is_stream and len(self):  # the document before continues
-            self._offsets.pop()
-            self._span_offsets.pop()
-        else:
-            self._names += name.encode("utf-8", "replace")
-            self._name_offsets.append(len(self._names))
-            self._weights.append(weight)
-        begin, first_span = self._offsets[-1], self._span_offsets[-1]
-        for ids, is_target in parts:
-            start = len(self._tokens) - begin
-            self._tokens.extend(ids)
-            stop = len(self._tokens) - begin
-            if not is_target or start == stop:
-                continue
-            if len(self._spans) > 2 * first_span and self._spans[-1] == start:
-                self._spans[-1] = stop
-            else:
-                self._spans.extend((start, stop))
-        self._offsets.append(len(self._tokens))
-        self._span_offsets.append(len(self._spans) // 2)
+        self._extend([(name, parts, weight)])
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> None:
         """Tokenize and add documents, and an end token to those that take one.
@@ -104,39 +99,75 @@ class ShardBuilder:
         """
         self.read += len(items)
         encoded = iter(_encode([document for item in items for document in item], tokenizer))
+        end = [] if tokenizer.end_id is None else [([tokenizer.end_id], True)]
+        added = list[tuple[str, Sequence[EncodedPart], float]]()
         for item in items:
             parts = [next(encoded) for _ in item]
-            if not all(any(ids for ids, _ in each) for each in parts):
-                continue
-            for document, each in zip(item, parts, strict=True):
-                if document.takes_end and tokenizer.end_id is not None:
-                    each.append(([tokenizer.end_id], True))
-                self.add(document.name, each, document.weight)
+            if all(any(ids for ids, _ in each) for each in parts):
+                for document, each in zip(item, parts, strict=True):
+                    own = each + end if document.takes_end else each
+                    added.append((document.name, own, document.weight))
+        self._extend(added)
 
-    def build(
-        self, skipped: dict[str, int] | None = None, notes: Notes | None = None, places: Places | None = None
-    ) -> Shard:
-        """The documents as a shard, see there; `ValueError` for a token outside the vocabulary."""
-        tokens = np.array(self._tokens, dtype=np.uint32)
-        if len(tokens) and int(tokens.max()) >= self._vocabulary_size:
+    def _extend(self, documents: Sequence[tuple[str, Sequence[EncodedPart], float]]) -> None:
+        """Add documents, each with tokens: their names, parts and weights."""
+        if not documents:
+            return
+        parts = [part for _, each, _ in documents for part in each]
+        sizes = np.fromiter((len(ids) for ids, _ in parts), np.int64, len(parts))
+        tokens = np.asarray(array("I", chain.from_iterable(ids for ids, _ in parts)))
+        if (largest := int(tokens.max())) >= self._vocabulary_size:
             raise ValueError(
-                f"token {tokens.max():,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
+                f"token {largest:,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
             )
-        weights = np.array(self._weights, dtype=np.float64)
+        counts = [len(parts)] if self._is_stream else [len(each) for _, each, _ in documents]
+        documents = documents[:1] if self._is_stream else documents
+        owner = np.repeat(np.arange(len(counts)), counts)
+        stops = len(self._tokens) + np.cumsum(sizes)
+        chosen = np.fromiter((is_target for _, is_target in parts), np.bool_, len(parts)) & (sizes > 0)
+        ranges = np.stack((stops - sizes, stops), axis=1)[chosen]
+        owner, ends = owner[chosen], stops[np.cumsum(counts) - 1]
+        if self._is_stream and len(self):  # the document before continues, and so may its last range
+            self._offsets.pop()
+            self._span_offsets.pop()
+            if self._span_offsets[-1] < len(self._spans) // 2:
+                last = self._offsets[-1] + np.asarray(self._spans[-2:])
+                del self._spans[-2:]
+                owner, ranges = np.append(0, owner), np.vstack((last, ranges))
+        else:
+            names = [name.encode("utf-8", "replace") for name, _, _ in documents]
+            self._names += b"".join(names)
+            _append(self._name_offsets, self._name_offsets[-1] + np.cumsum(list(map(len, names))))
+            self._weights.extend(weight for _, _, weight in documents)
+        # Ranges that follow one another in a document become one.
+        begins = np.ones(len(owner), dtype=np.bool_)
+        begins[1:] = (ranges[1:, 0] != ranges[:-1, 1]) | (owner[1:] != owner[:-1])
+        spans = np.stack((ranges[begins, 0], ranges[np.roll(begins, -1), 1]), axis=1)
+        first = np.append(self._offsets[-1], ends[:-1])
+        numbers = np.cumsum(np.bincount(owner[begins], minlength=len(counts)))
+        _append(self._span_offsets, len(self._spans) // 2 + numbers)
+        _append(self._spans, spans - first[owner[begins], None])
+        _append(self._offsets, ends)
+        _append(self._tokens, tokens)
+
+    def build(self) -> Shard:
+        """The documents as a shard, see there. Nothing can be added afterwards."""
+        weights = np.asarray(self._weights, dtype="<f8")
         shard = Shard(
-            offsets=np.array(self._offsets, dtype=np.int64),
-            span_offsets=np.array(self._span_offsets, dtype=np.int64),
-            name_offsets=np.array(self._name_offsets, dtype=np.int64),
-            spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
-            tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
-            names=np.frombuffer(bytes(self._names), dtype=np.uint8),
+            offsets=np.asarray(self._offsets, dtype="<i8"),
+            span_offsets=np.asarray(self._span_offsets, dtype="<i8"),
+            name_offsets=np.asarray(self._name_offsets, dtype="<i8"),
+            spans=np.asarray(self._spans, dtype="<i8").reshape(-1, 2),
+            tokens=np.asarray(self._tokens, dtype=f"<u{self._tokens.itemsize}"),
+            names=np.frombuffer(self._names, dtype=np.uint8),
             weights=weights if (weights != 1.0).any() else weights[:0],
             read=self.read,
-            skipped=skipped,
-            notes=notes or {},
-            places=places or {},
         )
         return replace(shard, content=shard.hash())
+
+
+def _append(values: array[Any], more: NDArray[Any]) -> None:
+    values.frombytes(more.astype(values.typecode).tobytes())
 
 
 def _encode(documents: Sequence[SourceDocument], tokenizer: Tokenizer) -> list[list[tuple[list[int], bool]]]:
@@ -173,7 +204,7 @@ class StoreWriter:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
         notes: what people should know about records, see `Shard`; may be set until the block ends.
         places: reason → names of the first of them.
-        shards: shards written so far, those of an interrupted writer among them.
+        shards: numbers of the shards written so far, those of an interrupted writer among them.
 
     Raises:
         ValueError: `path` holds something else.
@@ -181,12 +212,12 @@ class StoreWriter:
     """
 
     def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **header: Any) -> None:
-        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[Shard]()
+        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[WrittenShard]()
         self.notes: Notes = {}
         self.places = Places()
         self._tokenizer, self._part = tokenizer, part
         self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
-        self._begin_shard()
+        self._builder = self._new_builder()
 
     @property
     def read(self) -> int:
@@ -196,12 +227,12 @@ class StoreWriter:
     @property
     def num_documents(self) -> int:
         """Number of documents so far; a preference pair counts as two."""
-        return sum(map(len, self.shards)) + len(self._builder)
+        return sum(shard.documents for shard in self.shards) + self._file.documents + len(self._builder)
 
     @property
     def is_finished(self) -> bool:
         """Whether the last shard of this part is there."""
-        return bool(self.shards) and self.shards[-1].skipped is not None
+        return bool(self.shards) and self.shards[-1].is_last
 
     def __enter__(self) -> StoreWriter:
         if not is_free(self.path, leftovers=True) and StoreHeader.find(self.path) != self.header:
@@ -215,7 +246,8 @@ class StoreWriter:
             write_atomically(self.path / CHAT_TEMPLATE, self.header.chat_template.encode())
         try:
             for shard in find_shards(self.path, [self._part]):
-                self.shards.append(shard)
+                numbers = len(shard), len(shard.tokens), shard.read
+                self.shards.append(WrittenShard(*numbers, is_last=shard.skipped is not None))
         except ValueError:  # a damaged shard: it and those after it are made again
             pass
         own = shard_name(self._part, 0)[:10]
@@ -225,15 +257,16 @@ class StoreWriter:
         # What killed writers left; of several parts, others may be writing the header now.
         for file in self.path.glob(f".*{PARTIAL}" if self.header.parts == 1 else f".{own}-*{PARTIAL}"):
             file.unlink(missing_ok=True)
+        self._file = ShardFile(self._next_file())
         return self
+
+    def _new_builder(self) -> ShardBuilder:
+        return ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
 
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
 
-    def _begin_shard(self) -> None:
-        self._builder = ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
-
-    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]], weight: float = 1.0) -> None:
+    def add(self, name: str, parts: Sequence[EncodedPart], weight: float = 1.0) -> None:
         """Add a document: its name, its tokens in pieces, each with whether they are targets, and its weight.
 
         Raises:
@@ -241,36 +274,45 @@ class StoreWriter:
         """
         self._builder.add(name, parts, weight)
         self._builder.read += 1
-        self._end_full_shard()
+        self._move_on()
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
         """Tokenize and add documents, or preference pairs; see `ShardBuilder.add_batch`."""
         self._builder.add_batch(items, self._tokenizer)
-        self._end_full_shard()
+        self._move_on()
 
-    def _end_full_shard(self) -> None:
-        is_open_pair = self.header.pairs and len(self._builder) % 2
-        if self._builder.num_tokens >= SHARD_TOKENS and not is_open_pair:
+    def _move_on(self) -> None:
+        """Move documents from memory to the shard's file, and end the shard, when they are many."""
+        own, is_stream = self._builder, self.header.split_by == "position"
+        is_open_pair = self.header.pairs and (self._file.documents + len(own)) % 2
+        if self._file.tokens + own.num_tokens >= SHARD_TOKENS and not is_open_pair:
             self.end_shard()
+        elif not is_stream and (own.num_tokens >= PIECE_TOKENS or len(own) >= PIECE_DOCUMENTS):
+            self._file.append(own.build())
+            self._builder = self._new_builder()
 
     def end_shard(self, skipped: dict[str, int] | None = None) -> None:
         """Write the documents that were added, if any, as a shard; with `skipped` it is the last one of this part."""
-        if not len(self._builder) and (skipped is None or self.is_finished):
+        if not self._file.documents + len(self._builder) and (skipped is None or self.is_finished):
             return
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
-        file = self._next_file()
-        last = () if skipped is None else (self.notes, self.places)
-        write_shard(file, self._builder.build(skipped, *last))
-        self.shards.append(open_shard(file))
-        self._begin_shard()
+        file, last = self._file, (self.notes, self.places) if skipped is not None else ({}, Places())
+        file.append(self._builder.build())
+        file.write(skipped, *last)
+        file.close()
+        self.shards.append(WrittenShard(file.documents, file.tokens, file.read, skipped is not None))
+        self._builder, self._file = self._new_builder(), ShardFile(self._next_file())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.end_shard(self.skipped)
-        elif issubclass(kind, ValueError) and self.header.parts == 1 and not self.is_finished:
+        try:
+            if kind is None:
+                self.end_shard(self.skipped)
+        finally:
+            self._file.close()
+        if isinstance(error, ValueError) and self.header.parts == 1 and not self.is_finished:
             remove_store(self.path)
 
 
