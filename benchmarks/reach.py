@@ -46,7 +46,9 @@ def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
             if not each["config"].get("sample_packing")
         ),
         "lacking": {path: one.lacking for path, one in found.items() if one.lacking},
-        "noted": Counter(key for one in resolved.values() for key in one.notes),
+        "noted": Counter(
+            key for one in resolved.values() for key in (*one.translated, *one.left) if _noted(one, key)
+        ),
     }
 
 
@@ -54,14 +56,19 @@ def _is_foreign(found: Imported) -> bool:
     return str(found.settings.get("model", "")).startswith("hf:")
 
 
+def _noted(found: Imported, key: str) -> bool:
+    """Whether a key is honored in another way."""
+    return key in found.left or " (" in found.translated.get(key, "")
+
+
 def _has_more_bits(found: Imported) -> bool:
     """Whether optimizer states have more bits than were asked for."""
-    return "bits instead of" in found.notes.get("optimizer", "")
+    return "bits instead of" in found.translated.get("optimizer", "")
 
 
 def _has_other_products(found: Imported) -> bool:
     """Whether products have more bits than were asked for, with weights and states as asked for."""
-    return not _has_more_bits(found) and bool({"load_in_8bit", "fp8"} & found.notes.keys())
+    return not _has_more_bits(found) and any(_noted(found, key) for key in ("load_in_8bit", "fp8"))
 
 
 def page(figures: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """From Axolotl's keys to a configuration that our parser takes; what cannot be honored is named."""
 
 import json
+import shlex
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from multipack.cli import app
 from multipack.data.sources import Source
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
+from multipack.training.importing import patterns
 from multipack.training.importing.imported import import_axolotl
 from multipack.training.run_config import compose
 
@@ -55,6 +57,11 @@ def imported(parsed):
     return read
 
 
+def keys_of(found):
+    """All keys of the four lists."""
+    return [*found.translated, *found.left, *found.unneeded, *found.lacking]
+
+
 def test_axolotls_meaning_is_kept(imported):
     found, config = imported()
     assert not found.lacking
@@ -64,9 +71,10 @@ def test_axolotls_meaning_is_kept(imported):
     assert (config.optimizer.weight_decay, config.optimizer.beta2, config.optimizer.min_lr) == (0, 0.999, 0)
     assert (config.data.validation, config.data.overlong, config.data.format) == (0, "drop", "alpaca")
     assert (config.train.init_from, config.adapter.name) == ("NousResearch/Llama-3.2-1B", "none")
-    assert "·N" in found.notes["micro_batch_size"]
+    assert "·N" in found.translated["micro_batch_size"]
+    assert found.translated["gradient_accumulation_steps"] == "plan.packs_per_step=8"
     assert "flash_attention" in found.unneeded
-    assert "wandb_project" not in found.unneeded  # null is as if it was not there
+    assert "wandb_project" not in keys_of(found)  # null is as if it was not there
 
 
 def test_documents_of_every_kind(imported):
@@ -146,6 +154,89 @@ def test_adapters_and_parallelism(imported):
     assert imported(deepspeed={"zero_optimization": {"stage": 1}})[1].parallel.data == "zero1"
 
 
+def test_a_step_has_packs_for_every_rank_that_is_known(imported):
+    found, config = imported(dp_shard_size=4, dp_replicate_size=2, tensor_parallel_size=2)
+    assert (config.plan.packs_per_step, config.parallel.replicate) == (64, 2)
+    assert "8 data-parallel ranks" in found.translated["micro_batch_size"]
+    assert config.plan.packs_per_step >= config.parallel.data_size(16)
+    assert imported(micro_batch_size=None)[1].plan.packs_per_step == 4  # Axolotl's micro-batch of 1
+
+
+def test_keys_that_other_words_set_are_not_without_effect(imported):
+    chats = {"path": "a/b", "type": "chat_template"}
+    found, config = imported(
+        adapter="lora",
+        lora_target_linear=True,
+        load_in_4bit=True,
+        chat_template="llama3",
+        datasets=[chats],
+        loss_watchdog_threshold=5.0,
+        loss_watchdog_patience=3,
+        saves_per_epoch=2,
+        plugins=["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        special_tokens={"pad_token": "<pad>"},
+        trust_remote_code=True,
+        base_model="meta-llama/Llama-3.2-1B",
+    )
+    assert config.train.spike == "stop"
+    assert found.translated["loss_watchdog_threshold"].startswith("train.spike=stop (")
+    assert found.translated["load_in_4bit"] == "adapter.quantize=nf4"
+    assert found.translated["chat_template"] == "data.chat_template=llama3"
+    assert "train.checkpoint_every" in found.left["saves_per_epoch"]
+    assert {"plugins", "special_tokens", "trust_remote_code"} <= set(found.unneeded)
+    assert imported(load_in_4bit=True)[0].lacking.keys() == {"load_in_4bit"}  # all weights are trained
+
+
+@pytest.mark.parametrize("pattern", ["(", "(([a-z._0-9])+)+!", "a{2}{3}{4}**", "\\"])
+def test_patterns_of_a_file_end_in_bounded_time(imported, pattern, monkeypatch):
+    monkeypatch.setattr(patterns, "MOST_SECONDS", 2.0)
+    keys = {"adapter": "lora", "lora_target_modules": pattern}
+    assert list(imported(**keys)[0].lacking) == ["lora_target_modules"]
+    assert list(imported(unfrozen_parameters=[pattern])[0].lacking) == ["unfrozen_parameters"]
+
+
+def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
+    """Line ends in keys and values stay in comments, and commands to paste are quoted."""
+    injected = {f"a{end}out: elsewhere/x{end}#b": f"1{end}out: y" for end in ("\n", "\r", "\x85", "\u2028")}
+    found, config = imported(**injected, saves_per_epoch=2)
+    assert config.out == ""
+    assert len(found.lacking) == 4
+    data = [{"path": "x; touch PWNED; $(id)", "type": "alpaca"}, {"path": "b c/d.jsonl", "type": "alpaca"}]
+    found, _ = imported(datasets=data, base_model="a/b; id")
+    for command in found.commands:
+        words = shlex.split(command)
+        assert words[:2] == ["multipack", "prepare"]
+        assert all("=" in word for word in words[2:-2])
+        assert words[-2] == "--store"
+        assert {"touch", ";", "id"}.isdisjoint(words)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"micro_batch_size": float("inf")},
+        {"micro_batch_size": 10**400},
+        {"dp_replicate_size": float("nan")},
+        {"learning_rate": [1]},
+        {"val_set_size": {}},
+        {"lr_scheduler": {}},
+        {"optimizer": ["a"]},
+        {"datasets": [[1]]},
+        {"datasets": [{"path": 5, "type": "alpaca"}, {"path": [], "type": "alpaca"}]},
+        {"special_tokens": [1]},
+        {"fsdp_config": [1]},
+        {"deepspeed": {"zero_optimization": {"stage": float("inf")}}},
+        {"plugins": 3},
+        {"rl": {}},
+        {7: 7},
+    ],
+)
+def test_values_of_other_types_are_named(keys):
+    found = import_axolotl({**EXAMPLE, **keys})
+    assert str(next(iter(keys))) in keys_of(found)
+    assert yaml.safe_load(found.to_yaml())
+
+
 @pytest.mark.parametrize(
     ("keys", "name", "reason"),
     [
@@ -166,7 +257,7 @@ def test_adapters_and_parallelism(imported):
 )
 def test_what_cannot_be_honored_is_named(imported, keys, name, reason):
     found, _ = imported(**keys)
-    assert list(found.lacking) == [name]
+    assert next(iter(found.lacking)) == name
     assert reason in found.lacking[name]
     assert f"#   {name}: " in found.to_yaml()
 
@@ -186,11 +277,17 @@ def test_models_without_a_config_are_known_by_name():
 
 def test_examples_of_axolotl_are_parsed_or_say_what_they_lack(parsed, shared_data):
     lines = (shared_data / "axolotl" / "examples.jsonl").open()
-    examples = [import_axolotl(json.loads(line)["config"]) for line in lines]
+    configs = [json.loads(line)["config"] for line in lines]
+    examples = [*map(import_axolotl, configs)]
     for found in [each for each in examples if not each.lacking][
         ::6
     ]:  # benchmarks/reach.py parses all of them
         parsed(found)
     assert sum(not found.lacking for found in examples) >= 65
+    for config, found in zip(configs, examples, strict=True):
+        given = {
+            key for key, value in config.items() if value not in (None, False, []) or key in keys_of(found)
+        }
+        assert sorted(keys_of(found)) == sorted(given)  # each in exactly one list
     unknown = {key for found in examples for key, why in found.lacking.items() if why.startswith("not a key")}
     assert not unknown

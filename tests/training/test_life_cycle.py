@@ -1,10 +1,15 @@
 """Runs that start from the weights of others: their shape, tokenizer, checkpoint and chat template."""
 
+import datetime
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from multipack.cli import app
+from multipack.data import chat, data_config
 from multipack.data.tokenizer import Tokenizer
 from multipack.run import RunDirectory
 from multipack.training.inference import find_template
@@ -81,6 +86,43 @@ def test_preferences_keep_the_chat_template_of_the_model(tmp_path):
     assert find_template(tmp_path / "dpo").to_json() == expected
     train(compose_run([f"out={tmp_path / 'dpo'}", "train.resume=true", "train.steps=2"]))
     assert find_template(RunDirectory(tmp_path / "dpo").latest_checkpoint()).to_json() == expected
+
+
+def test_a_template_that_names_the_day_keeps_it(tmp_path, monkeypatch):
+    """A run is resumed on the next day with the same documents, and so is an interrupted prepare."""
+
+    def on(day):
+        class Today(datetime.date):
+            @classmethod
+            def today(cls):
+                return cls.fromisoformat(day)
+
+        for module in (chat, data_config):
+            monkeypatch.setattr(module, "datetime", SimpleNamespace(date=Today))
+
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b') }}{% for m in messages %} {{ m.role }}: {{ m.content }}{% endfor %}"
+    )
+    chats = [*_records(tmp_path / "chats.jsonl", {"messages": TURNS}), f"data.chat_template={template}"]
+    words = [*chats, "tokenizer=byte", "model=tiny", *FEW, f"out={tmp_path / 'run'}", "train.resume=auto"]
+    store = ["prepare", *chats, "tokenizer=byte", "--store", str(tmp_path / "store")]
+
+    def prepared(*more):
+        ended = CliRunner().invoke(app, [*store, *more, "--json"])
+        return ended.exception or json.loads(ended.stdout)["description"]
+
+    on("2026-03-04")
+    train(compose_run(words))
+    begun = prepared()
+    on("2026-03-05")
+    resumed = compose_run([*words, "train.steps=2"])
+    assert resumed.data.template_date == "2026-03-04"
+    assert train(resumed).step == 2
+    assert prepared() == begun
+    with pytest.raises(ConfigError, match=r"data\.template_date was 2026-03-04 .* cannot become 2026-03-05"):
+        compose_run([*words, "data.template_date=2026-03-05"])
+    assert "data.template_date=2026-03-04" in str(prepared("data.template_date=2026-03-05"))
 
 
 def test_a_model_of_text_learns_to_chat(base, tmp_path):

@@ -205,9 +205,9 @@ class Arriving(ABC):
         with opened(state, f"the saved position in {self.name}", *names):
             if state["fingerprint"] != self.fingerprint:
                 raise ValueError(
-                    f"the saved position belongs to another stream than {self.name}: its source or first documents, its"
-                    f" tokenizer, the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was"
-                    " different"
+                    f"the saved position belongs to another stream than {self.name}: its source, its first"
+                    f" documents, its tokenizer, the limit of {self._limit:,} tokens, or one of"
+                    f" data.{', data.'.join(DECISIVE)} was different"
                 )
             if state["taken"] != self._taken(state["begin"], state["number"]):
                 raise ValueError(

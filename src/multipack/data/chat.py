@@ -71,6 +71,7 @@ class ChatTemplate:
     bos_token: str = ""  # value of the variable `bos_token` in the template; empty = none
     eos_token: str = ""  # value of the variable `eos_token` in the template; empty = none
     name: str = "the chat template"  # in error messages
+    day: str = ""  # that `strftime_now` writes, in ISO format; empty = today
 
     def __post_init__(self) -> None:
         names = (*self.special_tokens, self.bos_token, self.eos_token)
@@ -89,7 +90,7 @@ class ChatTemplate:
             raise ValueError(
                 f"{self.name} contains characters of Unicode's last private-use plane, which multipack reserves"
             )
-        self._day = datetime.date.today().isoformat()
+        self.day = self.day or datetime.date.today().isoformat()
         try:
             self.write(None)
         except ValueError as error:
@@ -97,7 +98,7 @@ class ChatTemplate:
 
     def write(self, variables: dict[str, Any] | None) -> str:
         """The template's output; see `ask`."""
-        return ask(self.source, self._day, variables)
+        return ask(self.source, self.day, variables)
 
     def parts(
         self,
@@ -163,20 +164,26 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """The template as JSON, with the date if the template uses `strftime_now`; it determines the output."""
-        return self.to_json() + (f" {self._day}" if "strftime_now" in self.source else "")
+        return self.to_json() + (f" {self.day}" if self.names_the_day else "")
+
+    @property
+    def names_the_day(self) -> bool:
+        """Whether the template may write its date."""
+        return "strftime_now" in self.source
 
     def to_json(self) -> str:
-        """The template as JSON; `from_json` reads it."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
+        """The template as JSON, without its date; `from_json` reads it."""
+        fields = {name: value for name, value in asdict(self).items() if name != "day"}
+        return json.dumps({"format": _FORMAT, **fields}, ensure_ascii=False, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> ChatTemplate:
-        """The template that `to_json` wrote; `ValueError` if `text` is something else."""
+    def from_json(cls, text: str, day: str = "") -> ChatTemplate:
+        """The template that `to_json` wrote, with a date; `ValueError` if `text` is something else."""
         try:
             fields = json.loads(text)
             if (found := fields.pop("format")) != _FORMAT:
                 raise ValueError(f"format {found!r} instead of {_FORMAT!r}")
-            return cls(**fields)
+            return cls(**fields, day=day)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a chat template of multipack: {error}") from error
 
@@ -338,21 +345,23 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
         path = Path(tokenizer.path).expanduser()
         saved = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
         if saved.is_file():
-            return ChatTemplate.from_json(read_text(saved))
+            return ChatTemplate.from_json(read_text(saved), data.template_date)
     # Tokenizers that multipack trains have the end token of the one of bytes, and no template.
     own = byte_tokenizer() if tokenizer.is_trained else load_tokenizer(tokenizer)
     if name == "plain" or not (name or own.chat_template):
         return built_in_template(name or "chatml", own.eos_token)
     special, end_tokens = tuple(data.special_tokens) or own.special_tokens, (own.bos_token, own.eos_token)
     if not name:
-        return ChatTemplate(own.chat_template, special, *end_tokens, "the tokenizer's template")
+        return ChatTemplate(
+            own.chat_template, special, *end_tokens, "the tokenizer's template", data.template_date
+        )
     try:
         source = read_text(Path(name).expanduser())
     except (OSError, ValueError) as error:
         raise ValueError(
             f"data.chat_template={name}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
         ) from error
-    template = ChatTemplate(source, special, *end_tokens, Path(name).name)
+    template = ChatTemplate(source, special, *end_tokens, Path(name).name, data.template_date)
     unnamed = set(_LOOKS_SPECIAL.findall(source)) - set(template.special_tokens)
     # A tokenizer may have ordinary tokens of such names: text, on purpose.
     unnamed = {token for token in unnamed if len(own.encode(token)) != 1}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import permutations
 from pathlib import Path
@@ -77,6 +78,8 @@ class DataConfig:
     """Write prompts and answers that are text as turns of user and assistant, by the chat template."""
     chat_template: str = ""
     """Template of chats: `chatml`, `llama3`, `plain`, or a Jinja file; empty: the tokenizer's own, else chatml."""
+    template_date: str = ""
+    """Day that chat templates write where they name today's date, YYYY-MM-DD; empty = the day when a run starts."""
     special_tokens: list[str] = field(default_factory=list)
     """Special tokens in the template of a Jinja file; those of built-in templates and of tokenizers are known."""
     train_on_prompt: bool = False
@@ -238,6 +241,12 @@ class DataConfig:
                 f"data.weights={self.weights}: one positive number for each of the {len(self.paths)} data.paths"
             )
 
+    def dated(self) -> DataConfig:
+        """These settings with today as the date of templates, where none is given and the documents are records."""
+        if self.template_date or self.source not in RECORDS:
+            return self
+        return replace(self, template_date=datetime.date.today().isoformat())
+
     @property
     def validation_sets(self) -> list[str]:
         """Paths of the validation documents; empty = they are a share of the training documents."""
@@ -256,6 +265,13 @@ class DataConfig:
         return "stream" if self.block_size else "separator" if self.separator else "file"
 
 
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 _DEFAULTS = DataConfig()
 _FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "label": (3,), "auto": (1, 2, 3)}
 _FIELD_COUNTS |= dict.fromkeys(("alpaca", "preference"), (2, 3))
@@ -269,6 +285,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("overlap", lambda value: value >= 0, "0 tokens or more"),
     ("min_prefix", lambda value: value >= 1, "1 token or more"),
     ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),
+    (
+        "template_date",
+        lambda value: not value or _is_date(value),
+        "a day such as 2026-01-31 (or empty: today)",
+    ),
     ("patience_seconds", lambda value: value > 0, "more than 0 seconds"),
 )
 """Setting, whether a value is legal, and the legal values in words."""
@@ -280,7 +301,8 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
     (
-        "broken format fields weight_field alpaca_prompt drop_system as_chat chat_template special_tokens",
+        "broken format fields weight_field alpaca_prompt drop_system as_chat chat_template template_date"
+        " special_tokens",
         RECORDS,
         _OUT,
     ),

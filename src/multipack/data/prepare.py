@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from typing import Literal
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
-from multipack.data.data_config import DataConfig
+from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, StoreHeader
 from multipack.data.skipped import counted, skipped_lines
@@ -37,6 +38,8 @@ VERSION = 4
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
 EngineName = Literal["local", "ray"]
+_DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
+"""The date of a template at the end of a store's description."""
 Item = tuple[SourceDocument, ...]
 """One document, or the two answers of a preference pair."""
 
@@ -76,6 +79,7 @@ def prepare(
     tokenizer.check()
     check_choice("--engine", engine, EngineName)
     number, parts = _check_options(data, engine, shards, part, out)
+    data = _dated(data, out)
     source = Source(data, tokenizer)
     cache = cache_folder(data.cache)
     if out is not None and not (is_free(out, leftovers=True) or (out / HEADER).is_file()):  # before the work
@@ -98,6 +102,24 @@ def prepare(
         if not _is_complete(path, key):
             raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
     return path
+
+
+def _dated(data: DataConfig, out: Path | None) -> DataConfig:
+    """The settings with the date of templates: that of the store at `out`, which an earlier day began, or today.
+
+    Raises:
+        ValueError: another date is given than that of the store.
+    """
+    header = None if out is None else StoreHeader.find(out)
+    saved = None if header is None else _DATE.search(header.description)
+    if saved is None or data.source not in RECORDS:
+        return data.dated()
+    if data.template_date not in ("", saved[1]):
+        raise ValueError(
+            f"{out} was prepared with data.template_date={saved[1]}, not {data.template_date}: leave it out, or choose"
+            " another folder"
+        )
+    return replace(data, template_date=saved[1])
 
 
 @contextmanager

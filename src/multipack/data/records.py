@@ -102,10 +102,12 @@ class RecordReader:
         return self.form in ("preference", "label")
 
     def describe(self) -> str:
-        """The fields, and the name of the template."""
+        """The fields, and the name of the template with the day that it writes."""
         fields = " → ".join([*self.context, " | ".join(self.answers)]) or "nothing"
         fields += f" ({self.label})" if self.label else ""
-        return f"{fields}, {self.template.name}" if self.template is not None else fields
+        if self.template is None:
+            return fields
+        return f"{fields}, {self.template.name}" + (f" of {self.template.day}" * self.template.names_the_day)
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""

@@ -184,7 +184,7 @@ def _other_documents(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, 
     if not {"data", "data.source"} & given.keys():  # the same source
         return saved | own
     records = given.get("data.source", given.get("data")) in RECORDS and saved.get("source") in RECORDS
-    return _some(saved, *KEPT, *(["as_chat"] if records else [])) | own
+    return _some(saved, *KEPT, *(["as_chat", "template_date"] if records else [])) | own
 
 
 def _some(values: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from multipack.words import ConfigError
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings of a new run, which keep their saved values when `train.resume=auto` continues it."""
 
-FIXED = ("plan.", "model.", "train.seed", *FIXED_AT_START)
+FIXED = ("plan.", "model.", "train.seed", "data.template_date", *FIXED_AT_START)
 """Settings, and beginnings of their names, that saved weights or the order of documents depend on.
 
 Documents and tokenizer, which may move, are compared by their hashes when they are read."""

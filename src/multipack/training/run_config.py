@@ -282,6 +282,8 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
         config.plan = replace(config.plan, packs_per_step=packs)
     if not config.model.vocabulary_size:  # presets leave it to the tokenizer
         config.model = replace(config.model, vocabulary_size=old.get("model.vocabulary_size", 0))
+    if not config.data.template_date:
+        config.data = replace(config.data, template_date=old.get("data.template_date", ""))
     if config.adapter.name != "none":
         saved = old.get("adapter.base", "")
         moved = not (restarts and saved and Path(saved).exists())

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Timer
 
 import torch
@@ -59,6 +59,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         RunStopped: training diverged (NonFiniteLoss) or a callback stopped it; the message names the last checkpoint.
     """
     began = clock()
+    config = replace(config, data=config.data.dated())
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
     config.check(ranks.size)

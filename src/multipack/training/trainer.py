@@ -100,7 +100,8 @@ class Trainer(StepApplier):
     ) -> None:
         self.world, self.console, self.clock = world, console, clock
         out = world.from_main(config.out or str(unused_folder()))
-        config = replace(config, out=out)
+        day = world.from_main(config.data.dated().template_date)  # ranks may begin on both sides of midnight
+        config = replace(config, out=out, data=replace(config.data, template_date=day))
         self.run, self.resumed = open_run(config, world)
         self.mesh = build_mesh(config.parallel, world)
         packs, self.notes = packs_per_step(config, self.mesh)

@@ -77,14 +77,14 @@ def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Setting
     if any(each.get("stream") for each in found):
         raise NotHonored("several streams cannot be mixed: prepare stores of them")
     commands, stores = [], []
-    tokenizer = f"tokenizer.kind=transformers tokenizer.path={keys.get('base_model')}"
+    tokenizer = ["tokenizer.kind=transformers", f"tokenizer.path={keys.get('base_model')}"]
     late = ("overlong", "train_on_prompt")  # settings of a run, not of a store
     for number, each in enumerate(found, 1):
         stores.append(f"{number}-{Path(str(each['path'])).stem}.store")
         given = {name: value for name, value in each.items() if name not in late}
         texts = {name: f"[{','.join(v)}]" if isinstance(v, list) else str(v) for name, v in given.items()}
-        words = [shlex.quote(f"data.{name}={text}") for name, text in texts.items()]
-        commands.append(f"multipack prepare {' '.join(words)} {tokenizer} --store {stores[-1]}")
+        words = [f"data.{name}={text}" for name, text in texts.items()]
+        commands.append(shlex.join(["multipack", "prepare", *words, *tokenizer, "--store", stores[-1]]))
     if len({each.get("overlong") for each in found}) > 1:
         raise NotHonored("documents of one data set are cut and those of another dropped where they are long")
     shared = {name: found[0][name] for name in late if name in found[0]}

@@ -1,6 +1,6 @@
 """From a configuration of Axolotl to one of this package, with every key that cannot be honored by name.
 
-axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, notes, lacking ─▶ YAML for `multipack train config=FILE`
+axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, and four lists of keys ─▶ YAML for `multipack train config=FILE`
 """
 
 from __future__ import annotations
@@ -11,39 +11,40 @@ from typing import Any
 
 import yaml
 
-from multipack.training.importing.keys import DEFAULTS, NO_EFFECT, RULES, TRACKERS
-from multipack.training.importing.outcome import NotHonored
+from multipack.training.importing.keys import DEFAULTS, READ_WITH, RULES, TRACKERS
+from multipack.training.importing.outcome import Honored, NotHonored
+from multipack.words import as_text
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The translation of a configuration of Axolotl.
+    """The translation of a configuration of Axolotl. Every key that has a value is in exactly one of four lists.
 
     Attributes:
         settings: full name of a setting → value.
-        notes: key → what differs, without changing what is trained.
-        lacking: key → why it cannot be honored; what is trained would be something else.
+        translated: key → the words that it sets, and what differs.
+        left: key → what is left to the user, without changing what is trained.
         unneeded: keys without an effect on what is trained.
+        lacking: key → why it cannot be honored; what is trained would be something else.
         commands: commands to run first.
     """
 
     settings: dict[str, Any]
-    notes: dict[str, str]
-    lacking: dict[str, str]
+    translated: dict[str, str]
+    left: dict[str, str]
     unneeded: list[str]
+    lacking: dict[str, str]
     commands: list[str]
 
     def to_yaml(self) -> str:
         """The settings as YAML, below comments that name the keys."""
         lines: list[str] = []
         for title, found in (
-            ("Not honored, and this changes what is trained", self.lacking),
-            ("Honored in another way, without changing what is trained", self.notes),
+            ("Cannot be honored, and this changes what is trained", self.lacking),
+            ("Left to you, without changing what is trained", self.left),
+            ("Set by another word", self.translated),
         ):
-            lines += [
-                f"{title}:",
-                *(f"  {key}: {' '.join(text.split())}" for key, text in found.items()),
-            ] * bool(found)
+            lines += [f"{title}:", *(f"  {key}: {text}" for key, text in found.items())] * bool(found)
         if self.unneeded:
             lines += ["No effect here on what is trained:", f"  {', '.join(self.unneeded)}"]
         if self.commands:
@@ -53,7 +54,12 @@ class Imported:
             group, _, setting = name.rpartition(".")
             (tree.setdefault(group, {}) if group else tree)[setting] = value
         body: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-        return "".join(f"# {line}\n" for line in lines) + body
+        return "".join(f"# {_in_one_line(line)}\n" for line in lines) + body
+
+
+def _in_one_line(text: str) -> str:
+    """A comment's text: keys and values of a file could end its line, and write settings below it."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def import_axolotl(given: Mapping[str, Any]) -> Imported:
@@ -66,27 +72,34 @@ def import_axolotl(given: Mapping[str, Any]) -> Imported:
     """
     if not given.get("base_model") or not (given.get("datasets") or given.get("pretraining_dataset")):
         raise ValueError("no configuration of Axolotl: it has no base_model, or no datasets")
-    settings, notes, lacking, commands = dict(DEFAULTS), dict[str, str](), dict[str, str](), list[str]()
-    unneeded = []
-    for key, value in given.items():
-        if value is None or value == [] or (value is False and key != "shuffle_merged_datasets"):
+    settings, commands = dict(DEFAULTS), list[str]()
+    honored, lacking = dict[str, Honored](), dict[str, str]()
+    for name, value in given.items():
+        if value is None or value == [] or (value is False and name != "shuffle_merged_datasets"):
             continue
+        key = str(name)
         try:
             if key not in RULES:
                 raise NotHonored("not a key that is known here")
-            honored = RULES[key](value, given)
+            honored[key] = RULES[key](value, given)
         except NotHonored as reason:
             lacking[key] = str(reason)
             continue
-        except (TypeError, ValueError, AttributeError):
-            lacking[key] = f"{value!r} is not a value that is read here"
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            lacking[key] = f"{value!r:.80} is not a value that is read here"
             continue
-        settings |= honored.settings
-        commands += honored.commands
-        if honored.note:
-            notes[key] = honored.note
-        elif key in NO_EFFECT:
-            unneeded.append(key)
+        settings |= honored[key].settings
+        commands += honored[key].commands
     if trackers := [name for key, name in TRACKERS.items() if given.get(key)]:
         settings["track.to"] = trackers
-    return Imported(settings, notes, lacking, unneeded, commands)
+    translated, left, unneeded = dict[str, str](), dict[str, str](), list[str]()
+    for key, found in honored.items():
+        names = [*found.settings, *(name for name in READ_WITH.get(key, ()) if name in settings)]
+        if names:
+            words = " ".join(f"{name}={as_text(settings[name])}" for name in names)
+            translated[key] = f"{words} ({found.note})" if found.note else words
+        elif found.note:
+            left[key] = found.note
+        else:
+            unneeded.append(key)
+    return Imported(settings, translated, left, unneeded, lacking, commands)

@@ -14,16 +14,39 @@ from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHono
 
 
 def packs(value: Any, keys: Keys) -> Honored:
-    """Packs of a step; without packing, documents of a step."""
-    packs = int(value) * int(keys.get("gradient_accumulation_steps") or 1)
+    """Packs of a step; without packing, documents of a step. `value`: documents of a rank's micro-batch."""
+    packs, ranks = int(value) * int(keys.get("gradient_accumulation_steps") or 1), 1
+    for name in ("dp_shard_size", "dp_replicate_size"):
+        ranks *= max(int(keys.get(name) or 1), 1)
     note = f"{packs} packs a step on one device; Axolotl multiplies by devices: on N set plan.packs_per_step={packs}·N"
-    settings = {"plan.packs_per_step": packs}
+    if ranks > 1:
+        note = f"{packs} packs a step on each of {ranks} data-parallel ranks"
+    settings = {"plan.packs_per_step": packs * ranks}
     if not keys.get("sample_packing"):  # a step of this number of documents, as without packing
         settings["plan.max_documents"] = 1
         note += (
             ". Without sample_packing a pack holds one document: without plan.max_documents=1 a step has more"
         )
     return Honored(settings, note)
+
+
+def accumulation(value: Any, keys: Keys) -> Honored:
+    """Micro-batches of a step, which `packs` multiplies; the note is that of micro_batch_size, if it is there."""
+    try:
+        found = packs(keys.get("micro_batch_size") or 1, keys)
+    except (ArithmeticError, TypeError, ValueError):
+        raise NotHonored("it multiplies micro_batch_size and the ranks, which are no numbers") from None
+    return Honored(found.settings, "" if keys.get("micro_batch_size") else found.note)
+
+
+def watchdog(value: Any, keys: Keys) -> Honored:
+    """A loss that ends the run."""
+    if not keys.get("loss_watchdog_threshold"):
+        return NOTHING
+    return Honored(
+        {"train.spike": "stop"},
+        "ends a run whose loss or gradient norm jumps, by standard deviations, not by a threshold",
+    )
 
 
 _OPTIMIZERS = {

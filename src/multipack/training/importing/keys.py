@@ -1,4 +1,4 @@
-"""The keys of Axolotl's configuration, in four tables: another name, a function, no effect, cannot be honored."""
+"""The keys of Axolotl's configuration, in tables: another name, a function, no effect, cannot be honored."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ FUNCTIONS: dict[str, Rule] = {
     "special_tokens": rules.special_tokens,
     "adapter": models.adapter,
     "load_in_8bit": models.quantized_base,
+    "load_in_4bit": models.quantized_base,
     "lora_target_linear": lambda value, keys: Honored({"adapter.targets": ["all-linear"]}),
     "lora_target_modules": models.targets,
     "lora_modules_to_save": lambda value, keys: Honored({"adapter.train": list(value)}),
@@ -95,6 +96,9 @@ FUNCTIONS: dict[str, Rule] = {
     "unfrozen_parameters": models.unfrozen,
     "model_quantization_config": models.quantized_files,
     "micro_batch_size": rules.packs,
+    "gradient_accumulation_steps": rules.accumulation,
+    "loss_watchdog_threshold": rules.watchdog,
+    "loss_watchdog_patience": rules.watchdog,
     "optimizer": rules.optimizer,
     "lr_scheduler": rules.schedule,
     "cosine_min_lr_ratio": lambda value, keys: Honored(
@@ -142,7 +146,6 @@ NOTED: dict[str, str] = {
     " train.checkpoint_every (a run is always saved at its end)",
     "resume_from_checkpoint auto_resume_from_checkpoints": "train.resume=auto continues a run of this trainer",
     "test_datasets": "data.validation_path=FILE takes validation documents of the same form as the training documents",
-    "loss_watchdog_threshold loss_watchdog_patience": "train.spike=stop ends a run whose loss jumps, by another rule",
     "expert_parallel_size": "experts are divided as other weights are, by parallel.data=zero3",
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
     "tiled_mlp": "saves memory only: train.tiles=4 divides the feed-forwards",
@@ -163,9 +166,8 @@ NOTED: dict[str, str] = {
 """Keys → what differs, without changing what is trained."""
 
 _FASTER = """
-    model_quantization_config_kwargs revision_of_model
-    sample_packing eval_sample_packing gradient_accumulation_steps load_in_4bit peft_use_dora
-    bnb_config_kwargs lr_scheduler_kwargs dpo_loss_type attn_implementation flash_attention xformers_attention
+    model_quantization_config_kwargs
+    sample_packing eval_sample_packing attn_implementation flash_attention xformers_attention
     sdp_attention flex_attention eager_attention flex_attn_compile_kwargs flash_attn_cross_entropy
     flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum fused_attn_kernel
     gemma4_hybrid_attn_impl use_glm_dsa_kernels cut_cross_entropy liger_rope liger_rms_norm liger_layer_norm
@@ -181,17 +183,17 @@ _FASTER = """
     local_rank device use_ray ray_num_workers ray_run_name resources_per_worker nvfp4_merge_aware merge_lora
     merge_method lora_model_dir_merge peft_autocast_adapter_dtype eval_batch_size
 """
-"""Keys about how the same numbers are computed, or that a function of another key reads."""
+"""Keys about how the same numbers are computed."""
 _FILES = """
     dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num
     skip_prepare_dataset remove_unused_columns push_dataset_to_hub hf_use_auth_token dataloader_pin_memory
     dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last wandb_watch wandb_log_model wandb_tags
-    mlflow_tracking_uri trackio_space_id use_tensorboard include_tokens_per_second include_tkps save_only_model
+    mlflow_tracking_uri trackio_space_id include_tokens_per_second include_tkps save_only_model
     save_safetensors metric_for_best_model greater_is_better strict debug base_model_config base_model_ignore_patterns
     tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model
-    is_llama_derived_model is_mistral_derived_model is_qwen_derived_model chat_template chat_template_jinja eot_tokens
+    is_llama_derived_model is_mistral_derived_model is_qwen_derived_model eot_tokens
     roles_to_train train_on_eos sample_packing_group_size sample_packing_bin_size sample_packing_eff_est
-    multipack_real_batches streaming streaming_multipack_buffer_size pretrain_multipack_buffer_size
+    multipack_real_batches streaming_multipack_buffer_size pretrain_multipack_buffer_size
     pretrain_multipack_attn pretraining_sample_concatenation total_num_tokens total_supervised_tokens
     axolotl_config_path gptq_groupsize gptq_model_v1 resize_token_embeddings_to_32x mean_resizing_embeddings
     shrink_embeddings embeddings_skip_upcast is_preprocess preprocess_iterable eta_min multipack_probe
@@ -199,6 +201,19 @@ _FILES = """
 """Keys about files, logs and the order of work, in the same form. Axolotl itself reads no eta_min."""
 NO_EFFECT = frozenset((_FASTER + _FILES).split())
 """Keys that do not change what is trained."""
+
+READ_WITH: dict[str, tuple[str, ...]] = {
+    "revision_of_model": ("train.init_from", "model"),
+    "peft_use_dora": ("adapter.name",),
+    "bnb_config_kwargs": ("adapter.double_quantize",),
+    "lr_scheduler_kwargs": ("optimizer.min_lr",),
+    "dpo_loss_type": ("preference.loss",),
+    "chat_template": ("data.chat_template",),
+    "chat_template_jinja": ("data.chat_template",),
+    "streaming": ("data.stream",),
+    "use_tensorboard": ("track.to",),
+}
+"""Keys that a function of another key reads → the settings that they change, if it sets them."""
 
 CANNOT: dict[str, str] = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "training some layers at a time (LISA)",
@@ -244,7 +259,7 @@ CANNOT: dict[str, str] = {
 def table() -> dict[str, Rule]:
     """Key → its rule, of all known keys."""
     found: dict[str, Rule] = {name: partial(rules.renamed, *target) for name, target in RENAMED.items()}
-    found |= dict.fromkeys(NO_EFFECT, lambda value, keys: NOTHING)
+    found |= dict.fromkeys((*NO_EFFECT, *READ_WITH), lambda value, keys: NOTHING)
     for rule, texts in ((rules.noted, NOTED), (rules.cannot, CANNOT)):
         found |= {name: partial(rule, text) for names, text in texts.items() for name in names.split()}
     return found | FUNCTIONS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.shapes.json_values import read_json
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
+from multipack.training.importing.patterns import matching
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
@@ -138,12 +138,11 @@ def targets(value: Any, keys: Keys) -> Honored:
     if keys.get("lora_target_linear"):
         return NOTHING  # all linear layers, these among them
     if isinstance(value, str):
-        matches = [
-            matrix
-            for module, matrices in _MATRICES.items()
-            for matrix in matrices
-            if any(re.fullmatch(value, f"{layer}.{module}.{matrix}") for layer in _LAYERS)
-        ]
+        matrices = [(module, matrix) for module, names in _MATRICES.items() for matrix in names]
+        names = [f"{layer}.{module}.{matrix}" for module, matrix in matrices for layer in _LAYERS]
+        (found,) = matching([rf"(?:{value})\Z"], names)
+        of_matrix = [any(found[len(_LAYERS) * i :][: len(_LAYERS)]) for i in range(len(matrices))]
+        matches = [matrix for (_, matrix), is_matched in zip(matrices, of_matrix, strict=True) if is_matched]
         if not matches:
             raise NotHonored(f"lora_target_modules={value} matches no matrix of attention or feed-forward")
         return Honored({"adapter.targets": matches})
@@ -154,11 +153,11 @@ def targets(value: Any, keys: Keys) -> Honored:
 
 
 def quantized_base(value: Any, keys: Keys) -> Honored:
-    """`load_in_8bit`: frozen weights of 8 bits."""
-    if keys.get("adapter") == "qlora" or keys.get("load_in_4bit"):
-        return NOTHING  # 4 bits
+    """`load_in_8bit` and `load_in_4bit`: frozen weights of few bits."""
     if not keys.get("adapter"):
-        raise NotHonored("training weights that are held in 8 bits: give adapter: lora")
+        raise NotHonored("training weights that are held in few bits: give adapter: lora")
+    if keys.get("adapter") == "qlora" or keys.get("load_in_4bit"):
+        return Honored({"adapter.quantize": "nf4"})
     return Honored({"adapter.quantize": "int8"}, "activations are not quantized: products are in train.dtype")
 
 
@@ -173,12 +172,12 @@ def unfrozen(value: Any, keys: Keys) -> Honored:
     """Regular expressions on the names of what is trained; everything of a language model is nothing special."""
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
     names += [f"{layer}.{part}.weight" for layer in ("model.layers.0", "model.layers.9") for part in _PARTS]
-    variants = ("model.language_model.", "model.")
-    if keys.get("adapter") or all(
-        any(re.match(pattern, name.replace("model.", prefix, 1)) for pattern in value for prefix in variants)
-        for name in names
-    ):
-        return NOTHING  # of a language model everything, or adapters anyway
+    if keys.get("adapter"):
+        return NOTHING  # adapters are trained anyway
+    variants = [name.replace("model.", "model.language_model.", 1) for name in names]
+    found = matching(value, [*names, *variants])
+    if all(any(each[i] or each[i + len(names)] for each in found) for i in range(len(names))):
+        return NOTHING  # of a language model everything
     raise NotHonored(
         "freezing by regular expressions: name what is frozen in optimizer.rules=[blocks.0 freeze, …]"
     )
