@@ -33,6 +33,7 @@ from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.foreign_checks import FOREIGN_NOTES, check_isolated
+from multipack.training.frozen_files import check_base
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import evaluation_line, format_line, sample_line
 from multipack.training.objective import objective_of
@@ -53,7 +54,7 @@ from multipack.training.run_parts import (
 from multipack.training.schedule import rate_factor
 from multipack.training.source_files import chat_template_of, outside_template, source_files
 from multipack.training.stop_request import StopRequest
-from multipack.training.weights import adapt_weights, check_base, find_weights
+from multipack.training.weights import adapt_weights, find_weights
 
 RESULTS = ("evaluated", "best", "best_step")
 """Attributes of `Trainer` on evaluations, which a checkpoint stores."""
