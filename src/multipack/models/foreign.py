@@ -55,6 +55,8 @@ def read_config(folder: str) -> Any:
             MXFP4, or it needs code.
     """
     library = _library(folder)
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"model={PREFIX}{folder}: there is no config.json in this folder")
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

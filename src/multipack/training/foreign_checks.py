@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, foreign_shape, open_foreign, read_config
+from multipack.models.pretrained import CONFIG
 from multipack.ops.loss import linear_log_probabilities
-from multipack.shapes import ModelShape
+from multipack.shapes import ModelShape, read_json
+from multipack.words import read_yaml
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit, between transformers' forward pass and `Decoder`'s."""
@@ -53,11 +56,28 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")
     if config.preference.loss == "reward":
         raise ValueError(f"preference.loss=reward needs a head of scores, which is not supported {where}")
+    if train.resume != "false":
+        return  # the model is that of the checkpoint; the run compares its settings
     own, values = foreign_shape(model.architecture).to_dict(), config.shape_with(0).to_dict()
     if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
         raise ValueError(
             f"model.{other[0]}={values[other[0]]} has no effect {where}: its config.json says {own[other[0]]};"
             " leave it out"
+        )
+
+
+def check_same_code(folder: str, checkpoint: Path) -> None:
+    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is another one, has the run's config.json.
+
+    Raises:
+        ValueError: it has not.
+    """
+    saved = checkpoint / CONFIG
+    before = read_yaml(checkpoint / "config.yaml").get("model", {}).get("architecture", "")
+    if folder != before and saved.is_file() and read_json(Path(folder) / CONFIG) != read_json(saved):
+        raise ValueError(
+            f"model={PREFIX}{folder} has another config.json than the resumed run, whose weights depend on it: leave it"
+            " out; the checkpoint has its own"
         )
 
 

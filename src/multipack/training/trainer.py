@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from multipack.data.vocabularies import read_text
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import open_foreign
 from multipack.models.sampling import Sampling
@@ -113,12 +114,13 @@ class Trainer(StepApplier):
             config.adapter.base_hash = check_base(config.adapter, world)
         path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
         initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
-        self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial))
+        resumed = self.resumed.path if self.resumed else None
+        self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial, resumed))
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.objective.config = config
         self.cost_model = run_cost(config, self.shape, self.run)
-        before = self.resumed.path if self.resumed else initial.folder if initial else None
+        before = resumed or (initial.folder if initial else None)
         if before is None and foreign:
             before = Path(config.model.architecture)
         template = chat_template_of(self.corpus, before)
@@ -158,6 +160,8 @@ class Trainer(StepApplier):
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
         source = source_files(before, self.corpus.tokenizer)
+        if foreign:  # what `model=` names, not `train.init_from`
+            source["config.json"] = read_text(Path(self.shape.architecture) / "config.json")
         self.files = RunFiles(self.run, world, config, self.corpus, template, source, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)
