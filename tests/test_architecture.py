@@ -16,19 +16,20 @@ ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
     "words": "atomic",
     "atomic": "",
+    "checksums": "atomic",
     "machine": "",
-    "hub": "machine atomic",
+    "hub": "machine atomic checksums",
     "shapes": "words atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
-    "data": "words machine atomic shapes planning",
+    "data": "words machine atomic checksums shapes planning",
     "ops": "words shapes planning data",
     "models": "words hub machine atomic shapes planning data ops integrations",
     "parallel": "words machine atomic shapes planning data ops",
     "integrations": "words machine shapes planning data ops",
     "launch": "words machine atomic shapes run planning data ops models parallel",
-    "reports": "words machine atomic shapes run planning data",
-    "training": "words hub machine atomic shapes run planning data ops integrations models parallel reports",
+    "reports": "words machine atomic checksums shapes run planning data",
+    "training": "words hub machine atomic checksums shapes run planning data ops integrations models parallel reports",
     "cli": "words machine atomic shapes run planning data ops models parallel integrations reports training"
     " launch",
 }
@@ -39,6 +40,7 @@ TORCH_FREE = [
     "words.py",
     "run.py",
     "atomic.py",
+    "checksums.py",
     "machine.py",
     "hub.py",
 ]

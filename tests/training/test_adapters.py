@@ -1,22 +1,28 @@
 """Runs that train adapters: checkpoints hold only these, and resumed runs equal uninterrupted ones."""
 
+import hashlib
 import json
 import math
+import os
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_models import save_model, short_run
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
+from multipack.parallel.world import World
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.export import export, loading_code
+from multipack.training.frozen_files import check_base
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
@@ -117,6 +123,50 @@ def test_refusals(words, tmp_path):
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match=r"holds adapters of .*base.*, which cannot be read"):
         load_model(out)
+
+
+def test_frozen_weights_are_compared_whole_and_nothing_else_is(words, tmp_path, monkeypatch):
+    """Their files are read once while they stay the same, also as a file system sees it."""
+    base = tmp_path / "hf"
+    export(tmp_path / "base", base)
+    file, unsampled = base / "model.safetensors", 30_000
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors, file, {"format": "pt", "note": "x" * (1 << 23)})
+    out = run([*words[:-1], f"train.init_from={base}", "adapter=lora"], tmp_path / "run").parent
+    template = base / "tokenizer_config.json"
+    template.write_text(template.read_text().replace("{", '{"chat_template": "x",', 1))
+    resume = ["train.resume=true", f"out={out}", "train.steps=6"]
+    with monkeypatch.context() as patch:
+        patch.setattr("multipack.training.frozen_files.checksum", None)
+        find_weights(out)
+        train(compose_run(resume))
+    before, content = file.stat(), bytearray(file.read_bytes())
+    content[unsampled] ^= 1
+    copy = tmp_path / "copy"
+    copy.write_bytes(content)
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    copy.replace(file)
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    for read in (lambda: train(compose_run(resume)), lambda: find_weights(out)):
+        with pytest.raises(ValueError, match=r"adapter\.base=.*holds other weights"):
+            read()
+
+
+def test_hashes_of_earlier_versions_are_known(tmp_path, save_decoder):
+    base = save_decoder(tmp_path / "base", Decoder(SHAPE), byte_tokenizer())
+    export(base, tmp_path / "hf")
+    digest = hashlib.sha256()
+    for name in ("model.safetensors", "tokenizer_config.json", "config.json", "generation_config.json"):
+        content = (tmp_path / "hf" / name).read_bytes()
+        digest.update(f"{name} {len(content)}".encode())
+        last = max(len(content) - (1 << 14), 0)
+        digest.update(b"".join(content[n * last // 255 :][: 1 << 14] for n in range(256)))
+    config = AdapterConfig("lora", base=str(tmp_path / "hf"), base_hash=digest.hexdigest())
+    found = check_base(config, World())
+    assert check_base(replace(config, base_hash=found), World()) == found
+    with pytest.raises(ValueError, match=r"adapter\.base_hash= if"):
+        check_base(replace(config, base_hash=digest.hexdigest()[::-1]), World())
 
 
 @pytest.fixture

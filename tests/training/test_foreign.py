@@ -173,6 +173,33 @@ def test_a_run_resumes_and_its_export_loads(recompute, tmp_path, capsys):
         torch.testing.assert_close(ours.logits(packed_batch(DOCUMENTS[:1])), logits, rtol=1e-5, atol=1e-5)
 
 
+def test_a_resumed_run_has_the_code_of_its_checkpoint(tmp_path):
+    """Whatever happens to the folder; another config.json that is named is refused."""
+    base, out = tmp_path / "base", tmp_path / "run"
+    save_model("phi", base)
+    train(compose_run([*run_words(tmp_path, base), f"out={out}"]))
+    expected, losses = result(out)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    (out / "checkpoints" / "latest").unlink()
+    file = base / "config.json"
+    changed = json.loads(file.read_text())
+    changed["rope_parameters"]["partial_rotary_factor"] = 0.25
+    file.write_text(json.dumps(changed))
+    shutil.copytree(base, tmp_path / "other")
+    resume = ["train.resume=true", f"out={out}"]
+    with pytest.raises(ValueError, match=r"model=hf:.*other has another config\.json"):
+        train(compose_run([*resume, f"model=hf:{tmp_path / 'other'}"]))
+    train(compose_run(resume))
+    found, again = result(out)
+    assert again == losses
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for name in ("config.json", "model.safetensors"):  # documents need the tokenizer
+        (base / name).unlink()
+    train(compose_run([*resume, "train.steps=6"]))
+    with pytest.raises(ValueError, match=r"model=hf:.*base.*config\.json"):
+        train(compose_run([*run_words(tmp_path, base), f"out={tmp_path / 'new'}"]))
+
+
 @pytest.mark.slow
 def test_adapters_train_and_peft_loads_them(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")

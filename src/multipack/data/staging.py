@@ -12,15 +12,14 @@ keeps its path in messages and its hash: documents, plans and saved runs are the
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from multipack.atomic import PARTIAL, locked, make_private, write_atomically
+from multipack.checksums import remembered
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, SHARDS, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, silent
@@ -38,12 +37,9 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = 
     """
     for store in stores:
         files = sorted(store.folder.glob(SHARDS))
-        state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        text = f"{socket.gethostname()} {store.folder.absolute()} {store.checksum} {state}"
-        stamp = cache / "verified" / hashlib.sha256(text.encode()).hexdigest()[:32]
-        with locked(stamp.with_suffix(".lock")):
-            if stamp.exists():
-                continue
+        text = f"{store.folder.absolute()} {store.checksum}"
+
+        def verified(store: TokenStore = store) -> str:
             try:
                 store.verify(progress)
             except ValueError as error:
@@ -52,7 +48,9 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = 
                 remove_store(store.folder)
                 message = f"{store.folder}: the local copy was damaged and is removed; start again"
                 raise ValueError(message) from error
-            write_atomically(stamp, text.encode())
+            return store.checksum
+
+        remembered(files, text, cache, verified)
 
 
 def stage(

@@ -83,8 +83,9 @@ def _errors(folder: str) -> AbstractContextManager[None]:
 def _saved_config(folder: str) -> Any:
     """The configuration in a folder, also of a model with images."""
     library, file = _library(folder), Path(folder).expanduser() / "config.json"
-    if file.is_file():
-        check_sizes(read_json(file))  # transformers makes a list with an entry for each layer
+    if not file.is_file():
+        raise ValueError("there is no such file")
+    check_sizes(read_json(file))  # transformers makes a list with an entry for each layer
     return library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

@@ -52,7 +52,7 @@ def open_weights(
     tensors = family_of(shape).tensors
     with ExitStack() as stack:
         try:
-            files = {file: stack.enter_context(safe_open(file, "pt")) for file in _weight_files(folder)}
+            files = {file: stack.enter_context(safe_open(file, "pt")) for file in weight_files(folder)}
             held = {
                 tensors.full_name(own): (file, name)
                 for file, opened in files.items()
@@ -90,7 +90,7 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
         ValueError: see `open_weights`.
     """
     tensors, found = family_of(decoder_shape(folder / CONFIG)).tensors, dict[str, torch.dtype]()
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         with safe_open(file, "pt") as opened:
             for name, own in _names(opened, folder):
                 found[tensors.full_name(own)] = _FLOATS.get(opened.get_slice(name).get_dtype(), torch.float32)
@@ -110,7 +110,7 @@ def _damaged(folder: Path, error: Exception) -> ValueError:
     return ValueError(f"{folder}: the weights are damaged ({reason}); copy or download them again")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, checked to exist."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

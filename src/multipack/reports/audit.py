@@ -10,7 +10,6 @@ those that the epoch before carried, each once. Of an epoch that has not ended, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.atomic import open_file, read_file
+from multipack.atomic import read_file
+from multipack.checksums import begins_with
 from multipack.reports.run_data import Lines
 from multipack.run import STATE, RunDirectory, find_run
 
@@ -338,14 +338,8 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
 
 def _begins_with(path: Path, mark: dict[str, Any]) -> bool:
     """Whether a file begins with the bytes of a mark."""
-    size, digest = _whole(mark.get("bytes")), hashlib.sha256()
-    if size is None:
-        return False
-    with open_file(path) as file:
-        while size > 0 and (part := file.read(min(size, 1 << 20))):
-            digest.update(part)
-            size -= len(part)
-    return size == 0 and digest.hexdigest() == mark.get("sha256")
+    size = _whole(mark.get("bytes"))
+    return size is not None and begins_with(path, size, str(mark.get("sha256")))
 
 
 def _whole(value: Any) -> int | None:

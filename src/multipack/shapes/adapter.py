@@ -54,7 +54,7 @@ class AdapterConfig:
     base: str = ""
     """Folder, run or checkpoint with the frozen weights, which resumed runs read again; empty = train.init_from."""
     base_hash: str = ""
-    """Hash of the files in adapter.base, set by the run: other frozen weights are refused; empty = not compared."""
+    """Hash of weights and config.json in adapter.base, set by the run: others are refused; empty = not compared."""
 
     PRESET_HINT: ClassVar[str] = ""
 

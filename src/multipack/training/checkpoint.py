@@ -32,10 +32,11 @@ from safetensors import SafetensorError
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from multipack.atomic import PARTIAL, move_into_place, partial_path, read_file, sync_folder, write_atomically
+from multipack.checksums import checksum
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import COMPLETE, FORMAT, STATE, RunDirectory, check_format
-from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum, divide, write_pieces
+from multipack.training.checkpoint_tensors import Pieces, TensorFiles, divide, write_pieces
 
 _PATIENCE = timedelta(days=1)
 """How long ranks wait for each other while a checkpoint is written."""

@@ -16,14 +16,12 @@ ranks first exchange which pieces they hold, so that a checkpoint in the backgro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from multipack.atomic import with_advice
+from multipack.checksums import BLOCK, HASHERS, digest_of, joined_checksum
 from multipack.parallel.state import State, local, local_range
 from multipack.parallel.world import World
 
@@ -45,10 +44,6 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Entry of a file's header with the offsets of its pieces, as `HuggingFaceStorageReader` reads it."""
 _KINDS = {dtype: name for name, dtype in _TYPES.items()}
 """dtype → its name in safetensors files."""
-_BLOCK = 1 << 24
-"""Bytes of a file that one thread hashes."""
-_HASHERS = 8
-"""Threads that hash blocks: one core hashes about as much as a fast disk writes."""
 
 Pieces = dict[str, tuple[Tensor, list[int]]]
 """Name of a tensor → the values of a part of it, and the index of the part's first element in the whole tensor."""
@@ -132,58 +127,37 @@ def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
     start: list[Any] = [struct.pack("<Q", len(head)) + head]
-    digests, block, room = list[Future[bytes]](), [], _BLOCK
+    digests, block, room = list[Future[bytes]](), [], BLOCK
     try:
-        with ThreadPoolExecutor(_HASHERS, "checksum") as threads, file.open("wb") as written:
+        with ThreadPoolExecutor(HASHERS, "checksum") as threads, file.open("wb") as written:
             for content in chain(start, (_bytes(tensors[name]) for name in names)):
                 for begin, end in _parts(len(content), room):
                     written.write(content[begin:end])
                     block.append(content[begin:end])
                     room -= end - begin
                     if room == 0:
-                        digests.append(threads.submit(_digest, block))
-                        block, room = [], _BLOCK
-                        if len(digests) > 2 * _HASHERS:  # tensors on the host that wait for their digest
-                            digests[-2 * _HASHERS].result()
+                        digests.append(threads.submit(digest_of, block))
+                        block, room = [], BLOCK
+                        if len(digests) > 2 * HASHERS:  # tensors on the host that wait for their digest
+                            digests[-2 * HASHERS].result()
             if block:
-                digests.append(threads.submit(_digest, block))
+                digests.append(threads.submit(digest_of, block))
             written.flush()
             os.fsync(written.fileno())
     except OSError as error:
         raise with_advice(error, file) from error
-    return _joined([each.result() for each in digests])
+    return joined_checksum([each.result() for each in digests])
 
 
 def _parts(size: int, first: int) -> Iterator[tuple[int, int]]:
     """Divide a number of bytes at the ends of blocks; `first` bytes are left in the current one."""
-    ends = [*range(first, size, _BLOCK), size] if size else []
+    ends = [*range(first, size, BLOCK), size] if size else []
     return zip([0, *ends], ends, strict=False)
-
-
-def _digest(parts: Iterable[Any]) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-def _joined(digests: list[bytes]) -> str:
-    """The checksum of a file from those of its blocks; of a file of one block its sha256."""
-    return digests[0].hex() if len(digests) == 1 else _digest(digests).hex()
 
 
 def _bytes(tensor: Tensor) -> Any:
     """The bytes of a tensor's elements in order, as an array; copied to the host unless they are there."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def checksum(file: Path) -> str:
-    """The sha256 of a file, or of the sha256 of its blocks if it has several; threads share the blocks."""
-    with file.open("rb") as opened:
-        read = partial(os.pread, opened.fileno(), _BLOCK)
-        offsets = range(0, max(os.fstat(opened.fileno()).st_size, 1), _BLOCK)
-        with ThreadPoolExecutor(_HASHERS, "checksum") as threads:
-            return _joined(list(threads.map(lambda offset: _digest([read(offset)]), offsets)))
 
 
 class TensorFiles(HuggingFaceStorageReader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, check_documents, foreign_shape, open_foreign, read_config
+from multipack.models.pretrained import CONFIG
 from multipack.ops.loss import linear_log_probabilities
-from multipack.shapes import ModelShape, rotation_limit
+from multipack.shapes import ModelShape, read_json, rotation_limit
+from multipack.words import read_yaml
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit, between transformers' forward pass and `Decoder`'s."""
@@ -54,6 +57,8 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")
     if config.preference.loss == "reward":
         raise ValueError(f"preference.loss=reward needs a head of scores, which is not supported {where}")
+    if train.resume != "false":
+        return  # the model is that of the checkpoint; the run compares its settings
     own, values = foreign_shape(model.architecture).to_dict(), config.shape_with(0).to_dict()
     if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
         raise ValueError(
@@ -71,6 +76,21 @@ def check_corpus(shape: ModelShape, corpus: Corpus) -> None:
     limit = rotation_limit(read_config(shape.architecture))
     for documents in (corpus.train, corpus.validation):
         check_documents(documents.lengths, limit, shape.architecture)
+
+
+def check_same_code(folder: str, checkpoint: Path) -> None:
+    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is another one, has the run's config.json.
+
+    Raises:
+        ValueError: it has not.
+    """
+    saved = checkpoint / CONFIG
+    before = read_yaml(checkpoint / "config.yaml").get("model", {}).get("architecture", "")
+    if folder != before and saved.is_file() and read_json(Path(folder) / CONFIG) != read_json(saved):
+        raise ValueError(
+            f"model={PREFIX}{folder} has another config.json than the resumed run, whose weights depend on it: leave it"
+            " out; the checkpoint has its own"
+        )
 
 
 def check_isolated(shape: ModelShape, device: torch.device, shares: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from multipack.atomic import write_atomically
+from multipack.checksums import checksum
 from multipack.data.corpus import Corpus
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.skipped import counted
@@ -17,7 +18,6 @@ from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.training.checkpoint import Checkpoint, CheckpointWriter, damage, name_of, sweep
-from multipack.training.checkpoint_tensors import checksum
 from multipack.training.run_config import Config
 from multipack.training.run_log import RunLog
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.atomic import read_file
+from multipack.checksums import begins_with
 from multipack.planning.plan import Plan
 from multipack.run import RunDirectory, check_regular
 
@@ -143,13 +144,13 @@ def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[
     """
     parts = {}
     for name, path in _paths(run).items():
-        mark, content = marks[name], read_file(path, sys.maxsize)
-        size = mark["bytes"]
-        if hashlib.sha256(content[:size]).hexdigest() != mark["sha256"]:
+        size = marks[name]["bytes"]
+        if not begins_with(path, size, marks[name]["sha256"]):
             raise ValueError(
                 f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed from"
                 " an older checkpoint since. Resume another checkpoint, or a copy of the run"
             )
+        content = read_file(path, sys.maxsize)
         parts[name] = content[:size], content[size:]
     return parts
 

@@ -31,11 +31,12 @@ from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
+from multipack.training.foreign_checks import check_same_code
 from multipack.training.objective import Objective
 from multipack.training.pack_loaders import PackLoaders
 from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
 from multipack.training.rules import read_rule
-from multipack.training.run_config import Config
+from multipack.training.run_config import Config, saved_shape
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
 from multipack.training.validation import Validation
 from multipack.training.weights import TrainedWeights, trained_shape
@@ -150,11 +151,25 @@ def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     return corpus
 
 
-def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | None = None) -> ModelShape:
+def shape_of(
+    config: Config,
+    tokenizer: Tokenizer,
+    initial: TrainedWeights | None = None,
+    resumed: Path | None = None,
+) -> ModelShape:
     """The decoder's shape with its vocabulary.
 
+    That of a resumed run has the family of its checkpoint, and a model of transformers is built from the config.json in
+    it: the folder may have changed since.
+
+    Args:
+        config: of the run.
+        tokenizer: of the documents.
+        initial: the weights that are read, whose family the run keeps.
+        resumed: the checkpoint of a resumed run.
+
     Raises:
-        ValueError: the vocabulary is smaller than the tokenizer's.
+        ValueError: the vocabulary is smaller than the tokenizer's, or the resumed run names another model.
     """
     size = config.model.vocabulary_size
     if size and size < tokenizer.vocabulary_size and config.train.resume != "false":
@@ -169,6 +184,10 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
         )
     rows = initial.shape.vocabulary_size if initial is not None else 0  # may exceed the number of tokens
     shape = config.shape_with(size or max(rows, tokenizer.vocabulary_size))
+    if resumed is not None:
+        saved = saved_shape(resumed)
+        check_same_code(config.model.architecture, resumed)
+        return replace(shape, family=saved.family, architecture=saved.architecture)
     return replace(shape, family=shape.family or (initial.shape.family if initial is not None else ""))
 
 

@@ -197,7 +197,7 @@ def header_rows(run: Trainer) -> Rows:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
     style = BY_TYPE[shape.family].title if shape.family else style
-    style = f"{shape.architecture} in transformers" if shape.architecture else style
+    style = f"{config.model.architecture} in transformers" if shape.architecture else style
     count = sum(map(math.prod, shapes.values()))
     tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)
     kernels = f", liger ({', '.join(liger)})" if liger else ""

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from multipack.data.vocabularies import read_text
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import open_foreign
 from multipack.models.sampling import Sampling
@@ -33,6 +34,7 @@ from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.foreign_checks import FOREIGN_NOTES, check_corpus, check_isolated
+from multipack.training.frozen_files import check_base
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import evaluation_line, format_line, sample_line
 from multipack.training.objective import objective_of
@@ -53,7 +55,7 @@ from multipack.training.run_parts import (
 from multipack.training.schedule import rate_factor
 from multipack.training.source_files import chat_template_of, outside_template, source_files
 from multipack.training.stop_request import StopRequest
-from multipack.training.weights import adapt_weights, check_base, find_weights
+from multipack.training.weights import adapt_weights, find_weights
 
 RESULTS = ("evaluated", "best", "best_step")
 """Attributes of `Trainer` on evaluations, which a checkpoint stores."""
@@ -113,12 +115,13 @@ class Trainer(StepApplier):
             config.adapter.base_hash = check_base(config.adapter, world)
         path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
         initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
-        self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial))
+        resumed = self.resumed.path if self.resumed else None
+        self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial, resumed))
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.objective.config = config
         self.cost_model = run_cost(config, self.shape, self.run)
-        before = self.resumed.path if self.resumed else initial.folder if initial else None
+        before = resumed or (initial.folder if initial else None)
         if before is None and foreign:
             before = Path(config.model.architecture)
         template = chat_template_of(self.corpus, before)
@@ -159,6 +162,8 @@ class Trainer(StepApplier):
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
         source = source_files(before, self.corpus.tokenizer)
+        if foreign:  # what `model=` names, not `train.init_from`
+            source["config.json"] = read_text(Path(self.shape.architecture) / "config.json")
         self.files = RunFiles(self.run, world, config, self.corpus, template, source, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)

@@ -10,7 +10,6 @@ that no rank of a sharded model holds the whole model.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +28,12 @@ from multipack.models.pretrained import CONFIG, open_weights
 from multipack.ops.lora import merged, quantizable, quantize
 from multipack.parallel.world import World
 from multipack.reports.console import Detail
-from multipack.run import COMPLETE, find_run, is_export, is_peft, weights_folder
+from multipack.run import find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.frozen_files import check_base
 from multipack.training.run_config import saved_adapter, saved_shape
 from multipack.words import read_yaml
 
@@ -178,39 +178,6 @@ def find_weights(
         quantized = frozenset(quantizable(Decoder(shape), config) if config.quantize != "none" else ())
     adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")), quantized)
     return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
-
-
-def check_base(config: AdapterConfig, world: World) -> str:
-    """Check that the frozen weights of adapters are those that they were trained beside; collective.
-
-    Returns:
-        A hash of the files of these weights: of names, sizes, and 256 samples of 16 KiB of each file.
-
-    Raises:
-        ValueError: the hash is not that of a run.
-    """
-    found = world.on_main(lambda: _hash_files(weights_folder(Path(config.base))))
-    if config.base_hash not in ("", found):
-        raise ValueError(
-            f"adapter.base={config.base} holds other weights than these adapters were trained beside: restore them, or"
-            " name their folder in adapter.base"
-        )
-    return found
-
-
-def _hash_files(folder: Path) -> str:
-    """A hash of the files of weights; see `check_base`."""
-    digest = hashlib.sha256(_hash_files(peft_base(folder)).encode() if is_peft(folder) else b"")
-    # The last file of a checkpoint depends on all others.
-    files = sorted(folder.glob("*.safetensors")) if is_export(folder) else [folder / COMPLETE]
-    for file in [*files, *folder.glob("*config.json")]:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as opened:
-            for number in range(256):
-                opened.seek(number * max(size - (1 << 14), 0) // 255)
-                digest.update(opened.read(1 << 14))
-    return digest.hexdigest()
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
