@@ -22,7 +22,8 @@ from multipack.training.objective import Objective, Preferences
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import compose
 from multipack.training.run_parts import check_model
-from support_tables.table import Table, answer
+from support_tables.table import Table, answer, unless_run
+from support_tables.tested import is_run_alone, runs
 
 MODEL = ["model.layers=4", "model.heads=4", "model.kv_heads=4", "model.d_model=64", "model.d_ff=128"]
 COMMON = [
@@ -114,16 +115,20 @@ def ask_own_trainer(row: str, methods: Iterable[str] = METHODS) -> list[str]:
     """The answers of a row."""
     items = next((kind for kind in (PAIRS, LABELS) if row.startswith(kind)), "")
     words = shlex.split(row.removeprefix(items))
-    asked = [METHODS[name] for name in methods]
-    return [answer(build, count, [*COMMON, *given.split(), *words], items) for count, given in asked]
+    found = []
+    for count, given in (METHODS[name] for name in methods):
+        is_run = runs(row, given) if count > 1 else is_run_alone(row)
+        found.append(unless_run(answer(build, count, [*COMMON, *given.split(), *words], items), is_run))
+    return found
 
 
 def own_trainer() -> Table:
     """Every setting under every parallel method."""
     text = (
         "Rows: settings of `multipack train`, in addition to the column's (a model of 4 layers and 4 heads, 8 packs of"
-        " 1,024 tokens per step). ✓: the settings pass every check, and the model is built on the first rank. Losses"
-        " and weights are compared with one process by `tests/distributed/test_parity.py`."
+        " 1,024 tokens per step). ✓: a test of `tests/distributed` runs the setting under the method, and compares"
+        " losses and weights with one process. ○: the settings pass every check, and the model is built on the first"
+        " rank; `test_combinations.py` draws some of these at random."
     )
     columns = [f"{name} ({count})" if count > 1 else name for name, (count, _) in METHODS.items()]
     rows = {row: ask_own_trainer(row) for row in SETTINGS}
@@ -168,7 +173,8 @@ def attention() -> Table:
     text = (
         "Rows: values of `model.attention`. Columns: an A100 in bf16 with 8 heads, 64 wide, and what differs from it."
         " `auto` is the first backend that takes the call, with torch alone and with the packages of all rows; … is"
-        " the row's name."
+        " the row's name. ✓: `tests/ops` compare it with explicit attention. ○: the table says so; no test of this"
+        " repository's own runs has a GPU."
     )
     made = Table("Attention of multipack train", text, ["attention", *REQUESTS])
     for name, installed in {"auto, torch alone": False, "auto, with all packages": True}.items():
@@ -176,7 +182,10 @@ def attention() -> Table:
     for row in attention_table.BACKENDS:
         package = f" (`{row.install}`)" if row.install.startswith("pip") else ""
         made.rows[f"`{row.name}`{package}"] = [
-            answer(ask_backend, row.name, request, True).replace(f"attention={row.name}", "attention=…")
+            unless_run(
+                answer(ask_backend, row.name, request, True).replace(f"attention={row.name}", "attention=…"),
+                request.get("device") == "cpu",
+            )
             for request in REQUESTS.values()
         ]
     return made

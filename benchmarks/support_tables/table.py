@@ -8,6 +8,8 @@ from typing import Any
 
 ABSENT = "–"
 """The answer where a host has no such setting."""
+ACCEPTED = "○"
+"""The answer of a setting that the code accepts and no test runs."""
 SHORT = 20
 """Characters of the longest answer that is shown in its cell instead of below the table."""
 
@@ -21,6 +23,11 @@ def answer(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     return ""
 
 
+def unless_run(found: str, is_run: bool) -> str:
+    """An answer, where being accepted says less than a test that ran: `ACCEPTED` without one."""
+    return found if found or is_run else ACCEPTED
+
+
 @dataclass
 class Table:
     """Rows of answers under columns.
@@ -29,7 +36,7 @@ class Table:
         title: heading on the page.
         text: what the rows, the columns and a ✓ are.
         columns: headings, beginning with that of the rows.
-        rows: name of a row → its answers: empty = accepted, `ABSENT`, else the text of an error.
+        rows: name of a row → its answers: empty = run, `ACCEPTED`, `ABSENT`, else the text of an error.
     """
 
     title: str

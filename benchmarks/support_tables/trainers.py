@@ -14,7 +14,7 @@ import transformers
 from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import PackedDataCollator
 from multipack.integrations.tiny_models import tiny_model
-from support_tables.table import ABSENT, Table, answer
+from support_tables.table import ABSENT, Table, answer, unless_run
 
 ROWS = [{"input_ids": list(range(5, 5 + length))} for length in (3, 9, 5, 7, 8, 4, 6, 10)]
 CAPACITY = 16
@@ -129,18 +129,20 @@ def train(
 
 PAIRS = "preference pairs: `class Mine(PackedTrainerMixin, DPOTrainer)`"
 TWO_RANKS = {"world_size": 2}
+PLACED = {"place_model_on_device": False}
+"""What a trainer sees of FSDP and DeepSpeed, which place the model themselves."""
+ON_RANKS = "2 processes (DDP)"
+"""The row that `tests/distributed/test_trainers.py` runs on two processes."""
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`gradient_accumulation_steps=2`": ({"gradient_accumulation_steps": 2}, {}),
-    "2 processes (DDP)": ({}, {"machine": TWO_RANKS}),
+    ON_RANKS: ({}, {"machine": TWO_RANKS}),
     "2 processes, `average_tokens_across_devices=False`": (
         {"average_tokens_across_devices": False},
         {"machine": TWO_RANKS},
     ),
     "1 process with 2 GPUs (DataParallel)": ({}, {"machine": {"n_gpu": 2}}),
-    "model placed by the host, as FSDP and DeepSpeed do (neither was run)": (
-        {},
-        {"machine": {"place_model_on_device": False}},
-    ),
+    "FSDP (`fsdp`, `fsdp_config`)": ({}, {"machine": PLACED}),
+    "DeepSpeed (`deepspeed`)": ({}, {"machine": PLACED}),
     "tensor parallelism, `ParallelismConfig(tp_size=2)`": ({}, {"divided": "tp_size"}),
     "context parallelism, `ParallelismConfig(cp_size=2)`": ({}, {"divided": "cp_size"}),
     "LoRA (peft)": ({}, {"adapter": "Lora"}),
@@ -192,10 +194,11 @@ def ask_trainers(name: str, hosts: tuple[str, ...] = HOSTS) -> list[str]:
     """The answers of a row."""
     settings, given = SETTINGS[name]
     only_trl = {"packing", "padding_free", "loss_type"} & set(settings) or name == PAIRS
+    is_run = name == ON_RANKS or not ({"machine", "divided"} & set(given) or "torch_compile" in settings)
     return [
         ABSENT
         if only_trl and host != "trl"
-        else answer(train, "dpo" if name == PAIRS else host, settings, **given)
+        else unless_run(answer(train, "dpo" if name == PAIRS else host, settings, **given), is_run)
         for host in hosts
     ]
 
@@ -204,8 +207,9 @@ def trainers() -> Table:
     """Every setting under both trainers."""
     text = (
         "Rows: arguments of `TrainingArguments` (`SFTConfig`), the data, the model. ✓: a tiny model trains a step"
-        " with it on a CPU (with 2 processes, the host's arguments are changed and the first batch is read; weights"
-        " on 2 processes are compared by `tests/distributed/test_trainers.py`). –: the host has no such argument."
+        " with it on a CPU (with 2 processes, `tests/distributed/test_trainers.py` compares the weights with those of"
+        " documents alone). ○: the trainer accepts it and reads a first batch; no test trains with it. –: the host has"
+        " no such argument."
     )
     made = Table("transformers and TRL", text, ["setting", "`PackedTrainer`", "`PackedSFTTrainer`"])
     made.rows = {name: ask_trainers(name) for name in SETTINGS}

@@ -44,6 +44,23 @@ def test_every_table_has_refusals_of_one_line(saved):
         assert not any("\n" in text for text in answers), table.title
 
 
+def test_what_is_shown_as_run_is_run_by_a_test(matrix, saved):
+    """FSDP and DeepSpeed under hosts have no test yet."""
+    from support_tables.own import METHODS
+    from support_tables.table import ACCEPTED
+    from support_tables.tested import TESTS, is_run_alone, runs
+
+    assert all(is_run_alone(row) for row in TESTS)
+    rows = saved["own_trainer"].rows
+    assert TESTS.keys() <= rows.keys()
+    for row, answers in rows.items():
+        for found, (count, words) in zip(answers, METHODS.values(), strict=True):
+            assert (found == "") <= (runs(row, words) if count > 1 else is_run_alone(row)), (row, words)
+    assert not runs("", "parallel.data=zero3 parallel.context=8")
+    engines = [row for name, row in saved["trainers"].rows.items() if name.startswith(("FSDP", "DeepSpeed"))]
+    assert engines == [[ACCEPTED] * 2] * 2
+
+
 @pytest.mark.parametrize("name", ["attention", "axolotl", "models"])
 def test_tables_are_as_on_the_page(matrix, saved, name):
     assert matrix.TABLES[name]() == saved[name], AGAIN

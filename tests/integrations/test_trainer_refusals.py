@@ -53,6 +53,7 @@ def trainer(folder, collator=COLLATOR, model="llama", data=ROWS, capacity=16, ro
         ),
         ({"use_cache": True}, "use_cache=True makes models ignore document boundaries: set it to False"),
         ({"train_sampling_strategy": "group_by_length"}, "leave out train_sampling_strategy"),
+        ({"train_sampling_strategy": "sequential"}, "plan_options={'order': 'given'}"),
         ({"ignore_data_skip": True}, "first documents of an interrupted epoch again: leave it out"),
         (
             {"collator": PackedDataCollator("4d_mask", window=None), "model": "mistral"},

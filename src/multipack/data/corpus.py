@@ -29,6 +29,7 @@ from multipack.data.sources import Source, open_dataset
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
+from multipack.planning.lengths import nothing_learned
 
 
 @dataclass(frozen=True)
@@ -231,10 +232,10 @@ def _load_stored(
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
     if not train.target_counts.any():
-        raise ValueError(
-            f"none of the {len(train):,} training documents of {store.path} has a target token, and nothing would be"
-            f" learned: look at the answers, and at data.overlong={data.overlong}, which may cut them off"
-            " (data.train_on_prompt=true makes all tokens targets)"
+        raise nothing_learned(
+            f"the {len(train):,} training documents of {store.path}",
+            f"look at the answers, and at data.overlong={data.overlong}, which may cut them off"
+            " (data.train_on_prompt=true makes all tokens targets)",
         )
     return Corpus(
         train=train,

@@ -111,7 +111,7 @@ class PackedDataCollator:
             raise ValueError(
                 f"a batch must be a list of documents or a mapping of columns, got {short(features)}"
             )
-        documents = [_document(number, feature) for number, feature in enumerate(features)]
+        documents = [read_document(number, feature) for number, feature in enumerate(features)]
         documents = documents or [(np.array([self.pad_id]), np.array([IGNORE]))]
         return self._padded(documents) if self.returns == "padded" else self._row(documents)
 
@@ -182,7 +182,7 @@ def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in columns.items()} for row in range(rows["input_ids"])]
 
 
-def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
+def read_document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
     """Tokens and labels of a document, without padding; `number` counts in the batch, for messages."""
     if not isinstance(feature, Mapping):
         raise ValueError(

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
-from multipack.integrations.collator import PackedDataCollator, windows_of
-from multipack.planning.lengths import short
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.data.batch import IGNORE, check_tokens
+from multipack.integrations.collator import COLUMNS, PackedDataCollator, read_document, windows_of
+from multipack.planning.lengths import nothing_learned, short
+
+LOG = logging.getLogger(__name__)
+
+COUNTED = 10_000
+"""Documents of which those without a target are counted: few seconds of a data set of any size."""
 
 DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
 """Arguments of a sampler that are not the user's in a trainer."""
@@ -61,7 +74,10 @@ def check_host(trainer: Any) -> None:
         )
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random" or getattr(args, "group_by_length", False):
-        raise ValueError("packs are planned: leave out train_sampling_strategy (group_by_length)")
+        raise ValueError(
+            f"packs are planned: leave out train_sampling_strategy={strategy} (or group_by_length);"
+            " plan_options={'order': 'given'} keeps the order of the data set"
+        )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.non_data_parallel_size > 1:
         raise ValueError(
@@ -108,3 +124,116 @@ def makes_masks(trainer: Any) -> bool:
         return False
     eager = trainer.data_collator.returns == "flattened" and not trainer.args.torch_compile
     return eager and config is not None and config.get_text_config() is config
+
+
+def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> str:
+    """Check that a document of a data set has a target.
+
+    Documents are read until one has a target, and `COUNTED` of them for the note, but not those of a data set that
+    says its lengths itself.
+
+    Returns:
+        A note on documents without a target; empty if there are none.
+
+    Raises:
+        ValueError: none has one.
+    """
+    count, without, has_target = 0, 0, False
+    most = 0 if hasattr(dataset, "lengths") else COUNTED
+    for count, targets in enumerate(_target_counts(dataset, lengths), 1):
+        has_target, without = has_target or targets > 0, without + (targets == 0)
+        if has_target and count >= most:
+            break
+    if not has_target:
+        raise nothing_learned(
+            f"the {count:,} documents of the data set",
+            "look at the labels (-100 is no target, nor is the first token), completion_mask or assistant_masks",
+        )
+    first = "" if count == len(lengths) else "first "
+    return f"{without:,} of the {first}{count:,} documents have no target" if without else ""
+
+
+def _target_counts(dataset: Any, lengths: NDArray[np.int64]) -> Iterator[int]:
+    """Targets of each document."""
+    names = getattr(dataset, "column_names", None)
+    if names is not None and not set(COLUMNS[1:]) & set(names):
+        yield from np.maximum(lengths - 1, 0)
+        return
+    for number, row in enumerate(_documents(dataset, names)):
+        try:
+            _, labels = read_document(number, row)
+        except ValueError:  # which the collator describes
+            yield 1
+        else:
+            yield int((labels[1:] != IGNORE).sum())
+
+
+def _documents(dataset: Any, names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
+    """The documents of a map-style data set; those of Arrow in blocks."""
+    if names is None or dataset.format["type"] == "custom":
+        yield from (dataset[number] for number in range(len(dataset)))
+        return
+    kept = [name for name in COLUMNS if name in names]
+    for page in dataset.select_columns(kept).with_format("numpy").iter(batch_size=256):
+        yield from ({name: page[name][row] for name in kept} for row in range(len(page[kept[0]])))
+
+
+@dataclass(frozen=True)
+class CheckedTokens:
+    """A collator that raises a ValueError for a token outside the vocabulary, and names its document."""
+
+    collate: Any
+    vocabulary_size: int
+
+    def __call__(self, features: Any) -> Any:
+        """The batch of the collator."""
+        batch = self.collate(features)
+        try:
+            check_tokens(batch["input_ids"], self.vocabulary_size)
+        except ValueError as error:
+            ids = (np.asarray(each["input_ids"]) for each in features)
+            wrong = (
+                number
+                for number, each in enumerate(ids)
+                if each.max() >= self.vocabulary_size or each.min() < 0
+            )
+            raise ValueError(f"document {next(wrong, 0)} of the batch: {error}") from None
+        return batch
+
+
+def whole_checkpoint(given: Any, folder: str) -> Any:
+    """The checkpoint to resume from: with True the last one of a folder whose state was written to its end.
+
+    Trainer writes a checkpoint in place, its state at the end: a killed process leaves the last one incomplete.
+
+    Args:
+        given: `resume_from_checkpoint`: True, the path of a checkpoint, or nothing.
+        folder: `output_dir`.
+
+    Raises:
+        ValueError: the state of the given checkpoint cannot be read, or no checkpoint's can.
+    """
+    if given is not True and not isinstance(given, str | Path):
+        return given
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    newest = sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+    last = next(filter(_is_whole, newest), None)
+    if given is True:
+        if last is not None and last != newest[0]:
+            LOG.warning("%s is incomplete, as after a kill: resuming from %s", newest[0], last)
+        elif last is None and newest:
+            raise ValueError(
+                f"no checkpoint of {folder} is complete, as after a kill: start without resuming"
+            )
+        return True if last is None else str(last)
+    if (Path(given) / "trainer_state.json").exists() and not _is_whole(Path(given)):
+        instead = f"use resume_from_checkpoint={str(last)!r}" if last else "no other one is complete"
+        raise ValueError(f"{given} has an incomplete trainer_state.json, as after a kill: {instead}")
+    return given
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return "global_step" in json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False

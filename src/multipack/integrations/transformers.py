@@ -26,8 +26,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from multipack.data.sampler import PackedBatchSampler
 from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, check_rotations, document_lengths
+from multipack.integrations.neftune import document_noise
 from multipack.integrations.probe import isolation_probe
-from multipack.integrations.trainer_checks import check_host, check_options, makes_masks
+from multipack.integrations.trainer_checks import (
+    CheckedTokens,
+    check_host,
+    check_options,
+    check_targets_of,
+    makes_masks,
+    whole_checkpoint,
+)
 from multipack.machine import import_extra
 from multipack.planning.lengths import check_integer, name_documents
 from multipack.planning.options import check_fingerprint
@@ -133,6 +141,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         self._evaluated = torch.zeros(2)
         super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
         check_host(self)
+        # The host's own noise has the size of a row: `compute_loss` adds each document's.
+        self._noise, self.neftune_noise_alpha = getattr(self, "neftune_noise_alpha", None), None
         if packed_attention:
             register(self.model)
         if probe and self.place_model_on_device:
@@ -143,6 +153,15 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
                 "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
             )
         self.add_callback(PlanCheck())
+
+    def train(self, resume_from_checkpoint: Any = None, *positional: Any, **named: Any) -> Any:
+        """As the host does; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
+
+        Raises:
+            ValueError: the given checkpoint was not.
+        """
+        found = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(found, *positional, **named)
 
     def get_train_dataloader(self) -> RankLoader:
         """This rank's packs, epoch after epoch."""
@@ -158,6 +177,9 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             packs_per_step=args.world_size * args.gradient_accumulation_steps,
             **options,
         )
+        note = check_targets_of(self.train_dataset, self._lengths_of(self.train_dataset))
+        if note and self.is_world_process_zero():
+            LOG.warning("%s", note)
         return self._loader(self.train_dataset, sampler, args.dataloader_persistent_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
@@ -199,7 +221,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
     ) -> Any:
         """As the host does; in evaluation the mean over this rank's targets, which are added up."""
         if self.model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with document_noise(self.model, self._noise, inputs["position_ids"]):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         targets = int((inputs["labels"][..., 1:] != -100).sum())
         averaged, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:  # transformers 4.46 multiplies the loss of an evaluation by the number of ranks
@@ -268,10 +291,12 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         if hasattr(dataset, "select_columns") and dataset.format["type"] != "custom":  # datasets.Dataset
             names = [name for name in COLUMNS if name in dataset.column_names]
             dataset = dataset.select_columns(names).with_format("numpy")
+        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
+        size = getattr(embedding, "num_embeddings", None)
         return RankLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=self.data_collator,
+            collate_fn=self.data_collator if size is None else CheckedTokens(self.data_collator, size),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=persistent,

@@ -135,3 +135,8 @@ def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:
     numbers = np.flatnonzero(wrong)
     named = ", ".join(f"document {number} has {values[number]} tokens" for number in numbers[:_NAMED])
     return named + (f" and {len(numbers) - _NAMED:,} more" if len(numbers) > _NAMED else "")
+
+
+def nothing_learned(documents: str, instead: str) -> ValueError:
+    """The error of documents to train on of which none has a target; `instead` says what to look at."""
+    return ValueError(f"none of {documents} has a target token, and nothing would be learned: {instead}")

@@ -25,6 +25,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
+from multipack.planning.lengths import nothing_learned
 from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
@@ -209,9 +210,9 @@ class StreamFeed:
             if self._all_stop(step, interrupted) or step is None:
                 return
             if self._last is None and not step.targets:
-                raise ValueError(
-                    f"none of the {len(step.lengths):,} documents of the first step has a target token, and nothing"
-                    " would be learned: look at their answers (data.train_on_prompt=true makes all tokens targets)"
+                raise nothing_learned(
+                    f"the {len(step.lengths):,} documents of the first step",
+                    "look at their answers (data.train_on_prompt=true makes all tokens targets)",
                 )
             self._last = step
             yield self._data(step, micro_batches, began)

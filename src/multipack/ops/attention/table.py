@@ -161,7 +161,9 @@ def backend_index(backend: str, *properties: Any) -> int:
 
 @cache
 def _installed(package: str) -> bool:
-    return find_spec(package) is not None
+    """Whether a package with a module of its own is there: FlashAttention-4 is `flash_attn.cute` in a bare folder."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 @cache
