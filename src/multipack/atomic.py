@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from multipack.untrusted import one_line
+
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
 MOST_BYTES = 1 << 26
@@ -268,8 +270,8 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
                 return descriptor
         except BlockingIOError:
             if time.monotonic() > announced:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                on_wait(f"waiting for {holder}, which holds the lock {path}")
+                holder = one_line(os.pread(descriptor, 200, 0).decode(errors="replace").strip())
+                on_wait(f"waiting for {holder or 'another process'}, which holds the lock {path}")
                 announced = math.inf
             time.sleep(_POLL)
         except OSError as error:

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from multipack import atomic
 from multipack.machine import import_extra
+from multipack.untrusted import from_folder, one_line
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
@@ -65,10 +66,10 @@ def read_transformers(path: str) -> Vocabulary:
     transformers = import_extra("transformers", "tokenizer.kind=transformers", "transformers")
     folder = Path(path).expanduser()
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
+        loaded = from_folder(transformers.AutoTokenizer, str(folder) if folder.exists() else path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
+            f"tokenizer.path={path}: transformers loads no tokenizer from it: {one_line(error)}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

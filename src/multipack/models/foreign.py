@@ -34,6 +34,7 @@ from multipack.integrations.attention_interface import register
 from multipack.integrations.rollouts import model_inputs
 from multipack.machine import import_extra
 from multipack.shapes import SIZES, ModelShape
+from multipack.untrusted import config_from_folder, from_folder
 
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""
@@ -56,7 +57,7 @@ def read_config(folder: str) -> Any:
     """
     library = _library(folder)
     try:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = config_from_folder(library, folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model={PREFIX}{folder}: {_line(error)}") from None
     quantized, config = getattr(config, "quantization_config", None), config.get_text_config()
@@ -238,18 +239,18 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
                 return dict(library.AutoModelForCausalLM.from_config(config).state_dict())
-        given = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        more: dict[str, Any] = {}
+        given = config_from_folder(library, folder, local_files_only=True)
+        more: dict[str, Any] = {"config": given}
         if given.get_text_config() is not given:
             more = {"config": read_config(folder), "key_mapping": LANGUAGE}
         elif getattr(given, "quantization_config", None):
-            more = {"quantization_config": library.Mxfp4Config(dequantize=True)}
+            more |= {"quantization_config": library.Mxfp4Config(dequantize=True)}
         try:
-            model, report = library.AutoModelForCausalLM.from_pretrained(
+            model, report = from_folder(
+                library.AutoModelForCausalLM,
                 folder,
                 **more,
                 local_files_only=True,
-                trust_remote_code=False,
                 use_safetensors=True,
                 dtype="auto",
                 output_loading_info=True,
