@@ -34,6 +34,7 @@ _ADVICE = {
 }
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links, such as exFAT and many in user space."""
+_CHOOSE_CACHE = "set XDG_CACHE_HOME (or data.cache) to a folder that you can write"
 PATIENCE, _POLL = 5.0, 0.05
 """Seconds before the holder of a lock is named, and between attempts to take it."""
 
@@ -196,11 +197,24 @@ def cache_folder(chosen: str = "") -> Path:
 
     That is `$XDG_CACHE_HOME/multipack` if the variable holds an absolute path (the XDG base directory specification
     requires one), else `~/.cache/multipack`.
+
+    Raises:
+        ValueError: the user has no home folder, as in containers that run under a number.
     """
     if chosen:
         return Path(chosen).expanduser()
+    if (found := _users_cache()) is None:
+        raise ValueError(f"this user has no home folder for the cache: {_CHOOSE_CACHE}")
+    return found
+
+
+def _users_cache() -> Path | None:
+    """The user's cache folder; None if there is neither the variable nor a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "multipack"
+    if os.path.isabs(base):
+        return Path(base) / "multipack"
+    home = os.path.expanduser("~")  # Path.home() raises instead
+    return Path(home) / ".cache" / "multipack" if home != "~" else None
 
 
 def make_private(folder: Path) -> None:
@@ -209,11 +223,17 @@ def make_private(folder: Path) -> None:
     Raises:
         OSError: it cannot be created.
     """
+    cache = _users_cache()
     for each in (*reversed(folder.parents), folder):
         if not each.is_dir():
-            with suppress(FileExistsError):  # of another process, just now
-                each.mkdir(mode=0o700)
-        elif each.name == "multipack" and each == cache_folder():  # earlier versions let others read it
+            try:
+                with suppress(FileExistsError):  # of another process, just now
+                    each.mkdir(mode=0o700)
+            except OSError as error:
+                if cache not in (folder, *folder.parents):
+                    raise
+                raise OSError(error.errno, f"{error.strerror}: {_CHOOSE_CACHE}", str(folder)) from error
+        elif each == cache:  # earlier versions let others read it
             with suppress(PermissionError):  # of another user
                 each.chmod(0o700)
     if not folder.is_dir():
