@@ -151,11 +151,20 @@ def is_free(path: Path, leftovers: bool = False) -> bool:
 
 
 def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
-    """Rename a complete folder to `path`; `replace` allows that another folder is there."""
+    """Rename a complete folder to `path`; `replace` allows that another folder is there.
+
+    Raises:
+        FileExistsError: another process has made something of this name.
+    """
     sync_folder(partial)
     if not replace or is_free(path):
-        # Fails if another process has made a folder of this name meanwhile.
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except OSError as error:
+            if is_free(path):
+                raise
+            message = "another process has written it meanwhile: choose another folder, or keep that one"
+            raise FileExistsError(errno.EEXIST, message, str(path)) from error
     else:
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
         os.rename(path, old)
