@@ -249,6 +249,21 @@ def make_private(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
+def own_folder(where: Path) -> Path:
+    """The folder `multipack-UID` of this user in one that users share; created with mode 0700.
+
+    Raises:
+        OSError: it cannot be created.
+        ValueError: what has its name is a link, or another user's.
+    """
+    folder = where / f"multipack-{os.getuid()}"
+    make_private(folder)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise ValueError(f"{folder} is not a folder of this user")
+    return folder
+
+
 @contextmanager
 def locked(
     path: Path, on_wait: Callable[[str], None] | None = None, *, temporary: bool = False
