@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
-    **{f"{name}.md": f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")},
+    **{f"{name}.md": f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "SECURITY", "CHANGELOG")},
 }
 """File of the repository → page of the site."""
 _LINK = re.compile(r"\]\(([^)#:]+)((?:#[^)]*)?)\)")

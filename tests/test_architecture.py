@@ -14,23 +14,25 @@ import multipack
 
 ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
+    "untrusted": "",
     "words": "atomic",
-    "atomic": "",
+    "atomic": "untrusted",
     "checksums": "atomic",
-    "machine": "",
-    "hub": "machine atomic checksums",
+    "machine": "untrusted",
+    "hub": "untrusted machine atomic checksums",
     "shapes": "words atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
-    "data": "words machine atomic checksums shapes planning",
+    "data": "untrusted words machine atomic checksums shapes planning",
     "ops": "words shapes planning data",
-    "models": "words hub machine atomic shapes planning data ops integrations",
-    "parallel": "words machine atomic shapes planning data ops",
-    "integrations": "words machine shapes planning data ops",
+    "models": "untrusted words hub machine atomic shapes planning data ops integrations",
+    "parallel": "untrusted words machine atomic shapes planning data ops",
+    "integrations": "untrusted words machine shapes planning data ops",
     "launch": "words machine atomic shapes run planning data ops models parallel",
-    "reports": "words machine atomic checksums shapes run planning data",
-    "training": "words hub machine atomic checksums shapes run planning data ops integrations models parallel reports",
-    "cli": "words machine atomic shapes run planning data ops models parallel integrations reports training"
+    "reports": "untrusted words machine atomic checksums shapes run planning data",
+    "training": "untrusted words hub machine atomic checksums shapes run planning data ops integrations models parallel"
+    " reports",
+    "cli": "untrusted words machine atomic shapes run planning data ops models parallel integrations reports training"
     " launch",
 }
 """Rooms that a room may import, beside itself."""
@@ -43,6 +45,7 @@ TORCH_FREE = [
     "checksums.py",
     "machine.py",
     "hub.py",
+    "untrusted.py",
 ]
 FLOORS = {"planning": 7, "data": 6}
 """Most modules of a room in one chain of imports."""

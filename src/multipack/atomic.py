@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from multipack.untrusted import one_line
+
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
 MOST_BYTES = 1 << 26
@@ -32,6 +34,7 @@ _ADVICE = {
 }
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links, such as exFAT and many in user space."""
+_CHOOSE_CACHE = "set XDG_CACHE_HOME (or data.cache) to a folder that you can write"
 PATIENCE, _POLL = 5.0, 0.05
 """Seconds before the holder of a lock is named, and between attempts to take it."""
 
@@ -148,11 +151,20 @@ def is_free(path: Path, leftovers: bool = False) -> bool:
 
 
 def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
-    """Rename a complete folder to `path`; `replace` allows that another folder is there."""
+    """Rename a complete folder to `path`; `replace` allows that another folder is there.
+
+    Raises:
+        FileExistsError: another process has made something of this name.
+    """
     sync_folder(partial)
     if not replace or is_free(path):
-        # Fails if another process has made a folder of this name meanwhile.
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except OSError as error:
+            if is_free(path):
+                raise
+            message = "another process has written it meanwhile: choose another folder, or keep that one"
+            raise FileExistsError(errno.EEXIST, message, str(path)) from error
     else:
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
         os.rename(path, old)
@@ -194,11 +206,24 @@ def cache_folder(chosen: str = "") -> Path:
 
     That is `$XDG_CACHE_HOME/multipack` if the variable holds an absolute path (the XDG base directory specification
     requires one), else `~/.cache/multipack`.
+
+    Raises:
+        ValueError: the user has no home folder, as in containers that run under a number.
     """
     if chosen:
         return Path(chosen).expanduser()
+    if (found := _users_cache()) is None:
+        raise ValueError(f"this user has no home folder for the cache: {_CHOOSE_CACHE}")
+    return found
+
+
+def _users_cache() -> Path | None:
+    """The user's cache folder; None if there is neither the variable nor a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "multipack"
+    if os.path.isabs(base):
+        return Path(base) / "multipack"
+    home = os.path.expanduser("~")  # Path.home() raises instead
+    return Path(home) / ".cache" / "multipack" if home != "~" else None
 
 
 def make_private(folder: Path) -> None:
@@ -207,15 +232,36 @@ def make_private(folder: Path) -> None:
     Raises:
         OSError: it cannot be created.
     """
+    cache = _users_cache()
     for each in (*reversed(folder.parents), folder):
         if not each.is_dir():
-            with suppress(FileExistsError):  # of another process, just now
-                each.mkdir(mode=0o700)
-        elif each.name == "multipack" and each == cache_folder():  # earlier versions let others read it
+            try:
+                with suppress(FileExistsError):  # of another process, just now
+                    each.mkdir(mode=0o700)
+            except OSError as error:
+                if cache not in (folder, *folder.parents):
+                    raise
+                raise OSError(error.errno, f"{error.strerror}: {_CHOOSE_CACHE}", str(folder)) from error
+        elif each == cache:  # earlier versions let others read it
             with suppress(PermissionError):  # of another user
                 each.chmod(0o700)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def own_folder(where: Path) -> Path:
+    """The folder `multipack-UID` of this user in one that users share; created with mode 0700.
+
+    Raises:
+        OSError: it cannot be created.
+        ValueError: what has its name is a link, or another user's.
+    """
+    folder = where / f"multipack-{os.getuid()}"
+    make_private(folder)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise ValueError(f"{folder} is not a folder of this user")
+    return folder
 
 
 @contextmanager
@@ -268,8 +314,8 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
                 return descriptor
         except BlockingIOError:
             if time.monotonic() > announced:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                on_wait(f"waiting for {holder}, which holds the lock {path}")
+                holder = one_line(os.pread(descriptor, 200, 0).decode(errors="replace").strip())
+                on_wait(f"waiting for {holder or 'another process'}, which holds the lock {path}")
                 announced = math.inf
             time.sleep(_POLL)
         except OSError as error:

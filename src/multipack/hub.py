@@ -12,9 +12,11 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from multipack.atomic import atomic_folder, cache_folder, locked
 from multipack.machine import foreign_errors, import_extra
+from multipack.untrusted import from_folder
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files that are fetched, outside of subfolders."""
@@ -101,12 +103,13 @@ def _dequantized(file: Path, where: str) -> Path:
             library.logging.set_verbosity_error()
             library.logging.disable_progress_bar()
             given = {"gguf_file": file.name, "local_files_only": True}
-            weights = {"dtype": "float32", "output_loading_info": True}
+            weights: dict[str, Any] = {"dtype": "float32", "output_loading_info": True}
+            weights["attn_implementation"] = "eager"  # only read, and not what the file may name
             if hasattr(library, "GgufConfig"):  # others always dequantize
                 weights["quantization_config"] = library.GgufConfig(dequantize=True)
             with foreign_errors(f"{where}: transformers reads no model from it"):
-                model, report = library.AutoModelForCausalLM.from_pretrained(file.parent, **given, **weights)
-                tokenizer = library.AutoTokenizer.from_pretrained(file.parent, **given)
+                model, report = from_folder(library.AutoModelForCausalLM, file.parent, **given, **weights)
+                tokenizer = from_folder(library.AutoTokenizer, file.parent, **given)
             if missing := sorted(report["missing_keys"]):
                 raise ValueError(f"{where}: the file lacks {missing[0]} ({len(missing)} tensors in all)")
             with atomic_folder(folder) as partial:

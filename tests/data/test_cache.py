@@ -19,6 +19,29 @@ def test_cache_folder_follows_the_choice_then_xdg_then_home(monkeypatch):
         assert cache_folder() == Path.home() / ".cache" / "multipack"
 
 
+def test_without_a_home_folder_the_setting_is_named(monkeypatch, tmp_path):
+    """As in containers that run under a number; with a store of one's own, locks need no cache of the user."""
+    import pwd
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(ValueError, match=r"XDG_CACHE_HOME .*data\.cache"):
+        cache_folder()
+    assert cache_folder(str(tmp_path)) == tmp_path
+    with locked(tmp_path / "multipack" / "lock"):
+        pass
+    monkeypatch.setenv("HOME", "/dev/null")  # one that cannot be made, as that of nobody
+    with (
+        pytest.raises(OSError, match=r"XDG_CACHE_HOME .*data\.cache"),
+        locked(cache_folder() / "stores" / "lock"),
+    ):
+        pass
+
+
 def _hold(path, entered, leave):
     with locked(path):
         entered.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.compile import compile_blocks
+from multipack.models.compile import compile_blocks, keep_compiled_code_private
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
 from multipack.ops import loss
@@ -238,3 +240,20 @@ def test_bfloat16_gradients_come_from_unrounded_results(document, distance):
     theirs = torch.autograd.grad(attention(*full, batch), full, upstream.float())
     for got, expected in zip(ours, theirs, strict=True):
         assert torch.equal(got, expected.bfloat16())
+
+
+def test_compiled_code_is_kept_where_others_cannot_put_theirs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    keep_compiled_code_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code_private()
+    own = tmp_path / f"multipack-{os.getuid()}"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own / "compiled")
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    with pytest.raises(ValueError, match="TORCHINDUCTOR_CACHE_DIR"):
+        keep_compiled_code_private()

@@ -78,6 +78,8 @@ def test_state_takes_no_memory_between_steps(tmp_path):
 def test_bad_folders_and_full_disks_are_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"parallel\.offload_folder=.*nowhere is not a folder"):
         MappedFiles(str(tmp_path / "nowhere"), 0)
+    with pytest.raises(ValueError, match=r"parallel\.offload_folder=/proc cannot be written"):
+        MappedFiles("/proc", 0)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

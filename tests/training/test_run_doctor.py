@@ -52,6 +52,15 @@ def test_a_whole_run_has_no_findings_and_leftovers_are_named(finished):
         (lambda run: run.samples.write_text("other"), {"resume"}),
         (lambda run: _edit(run.metrics, '"step": 2,', '"step": 3,'), {"metrics.jsonl", "resume"}),
         (lambda run: _edit(run.metrics, '"loss": ', '"loss": NaN, "was": '), {"metrics.jsonl", "resume"}),
+        (lambda run: _edit(run.metrics, '"step": 2,', '"step": "two",'), {"metrics.jsonl", "resume"}),
+        (
+            lambda run: _edit(run.metrics, '"loss": ', f'"loss": {10**400}, "was": '),
+            {"metrics.jsonl", "resume"},
+        ),
+        (
+            lambda run: _edit(run.metrics, '"loss": ', f'"a": {"[" * 9**5}, "loss": '),
+            {"metrics.jsonl", "resume"},
+        ),
     ],
 )
 def test_damage_is_named(finished, damage, names):

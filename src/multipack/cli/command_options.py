@@ -17,6 +17,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from multipack.untrusted import printable_json
+
 
 class _Command(TyperCommand):
     """A command whose --picture may have its file after a space or after "=", although it is optional."""
@@ -125,4 +127,4 @@ Source = Annotated[str, argument("LENGTHS", "A .npy file of integers, or the fol
 
 def print_json(values: Any) -> None:
     """Print values as JSON on standard output."""
-    typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+    typer.echo(printable_json(json.dumps(values, indent=1, ensure_ascii=False)))

@@ -12,13 +12,11 @@ keeps its path in messages and its hash: documents, plans and saved runs are the
 
 from __future__ import annotations
 
-import os
 import shutil
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from multipack.atomic import PARTIAL, locked, make_private, write_atomically
+from multipack.atomic import PARTIAL, locked, own_folder, write_atomically
 from multipack.checksums import remembered
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, SHARDS, TOKENIZER
 from multipack.data.store import TokenStore
@@ -77,12 +75,8 @@ def stage(
             f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
             " data.stage=/dev/shm keeps one copy for all processes of a host"
         )
-    folder = Path(where).expanduser().absolute() / f"multipack-{os.getuid()}"
     try:
-        make_private(folder)
-        state = folder.lstat()
-        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-            raise ValueError(f"{folder} is not a folder of this user")
+        folder = own_folder(Path(where).expanduser().absolute())
         with locked(folder / ".lock"):
             copied = sum(_copy(store, folder / store.checksum[:32], progress) for store in stores)
         copies = [TokenStore(store.path, folder / store.checksum[:32]) for store in stores]

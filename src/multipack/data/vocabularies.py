@@ -22,6 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from multipack import atomic
 from multipack.data.tokenizer_bounds import check_bounds
 from multipack.machine import foreign_errors, import_extra
+from multipack.untrusted import from_folder
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
@@ -68,7 +69,7 @@ def read_transformers(path: str) -> Vocabulary:
     with foreign_errors(f"tokenizer.path={path}: transformers loads no tokenizer from it"):
         if (folder / "tokenizer.json").is_file():
             check_bounds(_json(folder / "tokenizer.json"))
-        loaded = transformers.AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
+        loaded = from_folder(transformers.AutoTokenizer, str(folder) if folder.exists() else path)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(

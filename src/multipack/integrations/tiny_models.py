@@ -13,6 +13,7 @@ from multipack.integrations.attention_interface import register
 from multipack.integrations.row_mask import NAME
 from multipack.machine import import_extra
 from multipack.shapes import SIZES
+from multipack.untrusted import config_from_folder, from_folder
 
 TINY: tuple[tuple[str, int], ...] = (
     (r"vocab_size|.*_vocab_size|vocab_size_per_.*|type_vocab_size", 256),
@@ -173,9 +174,7 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
     if source in transformers.CONFIG_MAPPING and not Path(source).is_dir():
         return tiny_model(transformers.CONFIG_MAPPING[source](), attention), f"{source}, tiny, random weights"
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
+        config = config_from_folder(transformers, source, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -184,10 +183,11 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
     if tiny or (Path(source).is_dir() and not list(Path(source).glob("*.safetensors"))):
         return tiny_model(config, attention), f"{config.model_type}, tiny, random weights"
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = from_folder(
+            transformers.AutoModelForCausalLM,
             source,
+            config=config,
             local_files_only=True,
-            trust_remote_code=False,
             use_safetensors=True,
             dtype="auto",
             attn_implementation=attention,

@@ -209,8 +209,13 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     from multipack.atomic import cache_folder, locked
 
+    cache: Path | None = None
+    try:
+        cache = cache_folder()
+    except ValueError as error:
+        yield Finding("cache", "fail", str(error), "set XDG_CACHE_HOME to a writable folder")
     for name, folder, remedy in (
-        ("cache", cache_folder(), "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
+        ("cache", cache, "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
         ("current", Path.cwd(), "change to a writable folder, or use out=FOLDER"),
         ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a writable folder"),
         (
@@ -219,7 +224,7 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
             "enlarge it (docker run --shm-size=8g): nccl and data.stage use it",
         ),
     ):
-        if name == "shared memory" and not folder.exists():  # only Linux has it
+        if folder is None or (name == "shared memory" and not folder.exists()):  # only Linux has it
             continue
         try:
             # A missing folder is created when it is needed: its nearest existing parent must be writable.

@@ -12,14 +12,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from multipack.atomic import own_folder
 from multipack.models.decoder import Decoder
 from multipack.ops.autocast import use_copies
 from multipack.ops.loss import linear_cross_entropy
@@ -39,6 +42,22 @@ def compiler_problem(device: torch.device) -> str:
         found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         return f"the compute capability of this GPU is {found}, and torch.compile needs {least}"
     return ""
+
+
+def keep_compiled_code_private() -> None:
+    """Give torch.compile a private folder, in the temporary one, unless the user chose: by default others can guess it.
+
+    It keeps pickles and shared objects there, which later runs load.
+
+    Raises:
+        ValueError: another user has taken the folder's name.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder(Path(tempfile.gettempdir())) / "compiled")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"train.compile: {error}: set TORCHINDUCTOR_CACHE_DIR or TMPDIR") from error
 
 
 def compile_blocks(

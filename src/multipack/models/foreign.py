@@ -41,6 +41,7 @@ from multipack.machine import foreign_errors, import_extra, reason_of
 from multipack.shapes import SIZES, ModelShape, RotationLimit, rotation_limit
 from multipack.shapes.config_json import check_sizes
 from multipack.shapes.json_values import read_json
+from multipack.untrusted import config_from_folder, from_folder
 
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""
@@ -86,7 +87,7 @@ def _saved_config(folder: str) -> Any:
     if not file.is_file():
         raise ValueError("there is no such file")
     check_sizes(read_json(file))  # transformers makes a list with an entry for each layer
-    return library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config_from_folder(library, folder, local_files_only=True)
 
 
 def _new_model(folder: str, config: Any, **options: Any) -> Any:
@@ -303,17 +304,17 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
                 torch.manual_seed(seed)
                 return dict(_new_model(folder, config).state_dict())
         given = _saved_config(folder)
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"config": given}
         if given.get_text_config() is not given:
             more = {"config": read_config(folder), "key_mapping": LANGUAGE}
         elif getattr(given, "quantization_config", None):
-            more = {"quantization_config": library.Mxfp4Config(dequantize=True)}
+            more |= {"quantization_config": library.Mxfp4Config(dequantize=True)}
         try:
-            model, report = library.AutoModelForCausalLM.from_pretrained(
+            model, report = from_folder(
+                library.AutoModelForCausalLM,
                 folder,
                 **more,
                 local_files_only=True,
-                trust_remote_code=False,
                 use_safetensors=True,
                 dtype="auto",
                 output_loading_info=True,

@@ -35,7 +35,7 @@ class MappedFiles:
         rank: of this process.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, or it cannot be written.
     """
 
     def __init__(self, folder: str, rank: int) -> None:
@@ -43,6 +43,12 @@ class MappedFiles:
         self._sizes: dict[int, int] = {}
         if not self._folder.is_dir():
             raise ValueError(f"parallel.offload_folder={folder} is not a folder: create it, on a local drive")
+        try:  # now, before the run has a directory
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(
+                f"parallel.offload_folder={folder} cannot be written ({error.strerror}): choose another folder"
+            ) from error
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from multipack import untrusted
+
 
 class Variables(NamedTuple):
     """The variables of one launcher. A field with several names, separated by spaces, means the first that is set."""
@@ -136,8 +138,10 @@ def print_error(error: BaseException, one_line: bool) -> None:
         rank = find_ranks(os.environ).rank
     except ValueError:  # contradictory variables of launchers, which may be the error itself
         rank = 0
-    line = " ".join(str(error).splitlines()) or type(error).__name__
-    text = f"error: {line}" if one_line else "".join(traceback.format_exception(error)).rstrip()
+    if one_line:
+        text = f"error: {untrusted.one_line(error) or type(error).__name__}"
+    else:
+        text = untrusted.printable("".join(traceback.format_exception(error)).rstrip())
     sys.stdout.flush()
     sys.stderr.write(f"[rank {rank}] {text}\n" if rank else f"{text}\n")
     sys.stderr.flush()

@@ -24,9 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from multipack.data.texts import TextPart
-
-CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
-"""For `str.translate`: control characters → �, because text of a model must not control the terminal."""
+from multipack.untrusted import printable
 
 PLANNING = "planning: a machine's first plan also compiles the planner, for up to a minute …"
 """Text for `Console.notice` while a plan is made."""
@@ -89,10 +87,10 @@ class Console:
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print text unchanged; with `all_ranks`, every line is prefixed with time and rank."""
+        """Print text, `printable`; with `all_ranks`, every line is prefixed with time and rank."""
         if not self.enabled:
             return
-        text = text.translate(CONTROL_CHARACTERS)
+        text = printable(text)
         if self.all_ranks:
             stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
@@ -108,7 +106,7 @@ class Console:
             text.append("⟦" if is_target and not styled else "")
             for part in run:
                 style = f"{'reverse' if is_target else ''} {'bold' if part.is_special else ''}"
-                text.append(part.text.translate(CONTROL_CHARACTERS), style if styled else "")
+                text.append(printable(part.text), style if styled else "")
             text.append("⟧" if is_target and not styled else "")
         self._rich.print(text, end="" if text.plain.endswith("\n") else "\n")
 
@@ -153,21 +151,21 @@ class Console:
             yield lambda done, total=None, note="": None
             return
         bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("elapsed,"),
             TimeRemainingColumn(),
             TextColumn("left"),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=self._rich,
             transient=True,
         )
-        task = bar.add_task(title, total=None, note="")
+        task = bar.add_task(printable(title), total=None, note="")
 
         def advance(done: float, total: float | None = None, note: str = "") -> None:
-            bar.update(task, completed=done, total=total, note=note)
+            bar.update(task, completed=done, total=total, note=printable(note))
 
         with bar:
             yield advance

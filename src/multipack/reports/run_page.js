@@ -4,7 +4,8 @@ const one = runs.length === 1;
 const first = runs[0];
 
 function series(table, name, scale = 1) {
-  return runs.filter((run) => run[table][name]).map((run) => ({
+  // Names of metrics are a run's own: one may be "constructor", which every object inherits.
+  return runs.filter((run) => Object.hasOwn(run[table], name)).map((run) => ({
     name: one ? "" : run.name, color: run.color, dash: run.dash, x: run[table].step,
     y: run[table][name].map((value) => (value === null ? null : value * scale)) }));
 }

@@ -15,6 +15,7 @@ from multipack.reports.curve import text_curve
 from multipack.reports.run_data import Columns, RunData, communication, read_run
 from multipack.reports.web_page import web_page
 from multipack.run import RunDirectory
+from multipack.untrusted import printable
 
 Rows = list[tuple[str, str]]
 
@@ -392,7 +393,7 @@ def markdown(found: Sequence[RunData]) -> str:
 
 def _cell(text: str) -> str:
     """Text for a cell of a table: in one line, and without the meaning that Markdown and HTML give to characters."""
-    text = " ".join(str(text).split())
+    text = printable(" ".join(str(text).split()))
     for character in "\\`*_[]<>|":
         text = text.replace(character, f"\\{character}")
     return text

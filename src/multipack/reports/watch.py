@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multipack.reports.console import CONTROL_CHARACTERS
 from multipack.reports.curve import text_curve
 from multipack.reports.run_data import Columns, Lines, RunData, add_record, read_run, read_samples
 from multipack.reports.run_page import duration, key_figures, means, time_shares, warnings
+from multipack.untrusted import one_line, printable
 
 RECENT = 50
 """Steps whose median time predicts the rest."""
@@ -60,7 +60,7 @@ class LiveRun:
         found = self.found
         step, total = int(found.steps.last("step")) if len(found.steps) else 0, found.total_steps
         parts: list[RenderableType] = [
-            Text(f"{self.state(now)}   {found.run.path}", style="bold", no_wrap=True)
+            Text(one_line(f"{self.state(now)}   {found.run.path}"), style="bold", no_wrap=True)
         ]
         if total:
             bar = ProgressBar(total=total, completed=min(step, total), width=max(columns - 40, 10))
@@ -83,11 +83,9 @@ class LiveRun:
         )
         if found.samples and (left := min(room - height - 2, SAMPLE_LINES)) > 0:
             at, sample = found.samples[-1]
-            lines = [line[:columns] for line in sample.translate(CONTROL_CHARACTERS).splitlines()[:left]]
+            lines = [line[:columns] for line in printable(sample).splitlines()[:left]]
             parts.append(Text("\n".join([f"\nsample after step {at:,}", *lines]), style="dim", no_wrap=True))
-        parts += [
-            Text(f"! {text}".translate(CONTROL_CHARACTERS)[: 2 * columns], style="yellow") for text in notes
-        ]
+        parts += [Text(one_line(f"! {text}")[: 2 * columns], style="yellow") for text in notes]
         return Group(*parts)
 
     def _curve(self, columns: int, rows: int) -> list[str]:

@@ -22,9 +22,9 @@ from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.huggingface import build_decoder
 from multipack.models.peft_format import peft_base
 from multipack.models.sampling import Sampling
-from multipack.reports.console import CONTROL_CHARACTERS
 from multipack.run import is_peft, weights_folder
 from multipack.training.weights import find_weights
+from multipack.untrusted import one_line, printable
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Decoder:
@@ -291,9 +291,9 @@ def _print_notes(
 
 def _print(text: str, end: str = "") -> None:
     """Print to standard output; to a terminal without control characters, which a model may generate."""
-    sys.stdout.write((text.translate(CONTROL_CHARACTERS) if sys.stdout.isatty() else text) + end)
+    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 
 
 def _print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    print(f"note: {one_line(text)}", file=sys.stderr)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from multipack.atomic import PARTIAL
 from multipack.machine import Finding, Status
@@ -92,7 +95,8 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
                 reason, _, remedy = reason.removeprefix(f"{path} ").partition(": ")
                 yield Finding(path.name, "fail", reason, remedy)
                 continue
-            yield Finding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
+            remedy = f"restore it from a copy, or remove it: rm -r {quote(str(path))}"
+            yield Finding(path.name, "fail", reason, remedy)
     newest = max(opened, default="")
     files = opened[newest].progress["files"] if newest else {}
     for file in files:
@@ -102,13 +106,14 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
     for pointer, needed in ((run.latest, True), (run.best, False)):
         if not pointer.is_file():
             if needed and newest:
-                remedy = f"echo {newest} > {pointer}"
+                remedy = f"echo {newest} > {quote(str(pointer))}"
                 yield Finding(
                     pointer.name, "warn", "missing; the newest complete checkpoint is taken", remedy
                 )
             continue
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        remedy = f"echo {newest} > {pointer}" if needed and newest else f"rm {pointer}"
+        where = quote(str(pointer))
+        remedy = f"echo {newest} > {where}" if needed and newest else f"rm {where}"
         if name in opened or name in foreign:
             yield Finding(pointer.name, "ok", name)
         else:
@@ -133,8 +138,8 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
             record = json.loads(line)
             if broken := [name for name in FINITE if not math.isfinite(record.get(name, 0))]:
                 problems.append(f"line {number}: {broken[0]} is not finite")
-            at = record["step"]
-        except (ValueError, TypeError, AttributeError, LookupError):
+            at = operator.index(record["step"])
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError):
             problems.append(f"line {number} is no record")
             continue
         if "val_loss" in record and at == step and evaluated < at:
@@ -164,7 +169,7 @@ def _follows(run: RunDirectory, checkpoint: Checkpoint | None) -> bool:
 
 def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Say what `train.resume=true` does."""
-    command = f"multipack train train.resume=true out={run.path}"
+    command = shlex.join(["multipack", "train", "train.resume=true", f"out={run.path}"])
     others = [path.name for path in run.complete_checkpoints() if _follows(run, opened.get(path.name))]
     try:
         if not run.has_checkpoints:
@@ -179,7 +184,7 @@ def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Findin
         reason = f"{error} cannot be read" if unread else str(error)
         remedy = "see checkpoints, above" if unread else "restore it from a copy of the run"
         if others:
-            remedy = f"multipack train train.resume={run.checkpoints / others[-1]}"
+            remedy = shlex.join(["multipack", "train", f"train.resume={run.checkpoints / others[-1]}"])
         yield Finding("resume", "fail", reason, remedy)
         return
     moved = f"; {later} later records move to metrics.jsonl.cut" if later else ""

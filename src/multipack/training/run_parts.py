@@ -11,7 +11,7 @@ from typing import Any
 
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.compile import compiler_problem
+from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.readers import opens_tokens
@@ -54,6 +54,8 @@ def run_world(config: Config) -> Iterator[World]:
         deterministic(config.train.deterministic, world.device),
         exact_float32(),
     ):
+        if config.train.compile == "true" or (config.train.compile == "auto" and world.device.type == "cuda"):
+            keep_compiled_code_private()
         yield world
 
 

@@ -1,0 +1,60 @@
+"""What others wrote, at the two places where it could do something: a terminal, and the loaders of transformers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_UNSHOWN = re.compile(
+    # Control characters but tab and line feed; ends of lines of Unicode; what reverses the order of characters, so that
+    # a line reads otherwise than it is; halves of pairs, which no stream can encode.
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters become �; tabs and line feeds stay."""
+    return _UNSHOWN.sub("�", text)
+
+
+def one_line(text: object) -> str:
+    """`printable` text without line ends."""
+    return printable(" ".join(str(text).splitlines()))
+
+
+def printable_json(text: str) -> str:
+    """JSON with the same values, in which control characters are escaped."""
+    return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def from_folder(kind: Any, source: Any, **options: Any) -> Any:
+    """What `kind.from_pretrained` reads from a folder or by a name, without running code that belongs to it.
+
+    Args:
+        kind: a class of transformers, such as AutoTokenizer.
+        source: the folder, or a name on the hub.
+        options: of `from_pretrained`.
+
+    Raises:
+        ValueError: it needs such code; or any error of transformers.
+    """
+    try:
+        return kind.from_pretrained(source, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} brings code of its own, which is not run; save it again in a format that transformers knows"
+        ) from None
+
+
+def config_from_folder(transformers: Any, source: Any, **options: Any) -> Any:
+    """The configuration that `AutoConfig` reads; see `from_folder`.
+
+    Implementations that its config.json names are left out: for some names transformers would fetch code from the hub.
+    """
+    config = from_folder(transformers.AutoConfig, source, **options)
+    config._attn_implementation = None
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = None
+    return config
