@@ -33,7 +33,7 @@ has() { grep -qw "$1" /proc/cpuinfo; } # else torch's kernels would end with an 
 row 1 && suite default ATEN_CPU_CAPABILITY=default && run
 row 2 && has avx2 && suite avx2 ATEN_CPU_CAPABILITY=avx2 && run
 row 3 && has avx512vl && suite avx512 ATEN_CPU_CAPABILITY=avx512 && run
-row 4 && suite threads OMP_NUM_THREADS=4 && run
+row 4 && suite threads "OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive" && run
 row 5 && suite order OMP_NUM_THREADS=1 "--shuffle=$seed" && run
 row 6 && suite load-1 OMP_NUM_THREADS=1 && suite load-2 OMP_NUM_THREADS=1 "--shuffle=$seed" && run
 exit $failed

@@ -178,7 +178,6 @@ def check(pool, words, name, dtype, adapter=""):
     [
         ({"data": "zero3"}, "llama", "fp32"),
         ({"context": 4, "context_method": "planned"}, "llama", "fp32"),
-        pytest.param({"pipeline": 2}, "llama", "bf16", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -188,8 +187,7 @@ def test_ranks_hold_what_is_predicted(pools, words, name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", STRATEGIES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bf16"), ("gpt", "fp32")])
 def test_every_strategy_in_both_precisions(pools, words, name, dtype):
     check(pools(RANKS), words, name, dtype)
 
