@@ -180,8 +180,20 @@ def test_importing_multipack_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_public_name_exists():
+PUBLIC = """
+    CostModel Decoder Document Documents ModelShape PackStream PackedBatch PackedBatchSampler PackedCollator
+    PackedLoader PackedStreamDataset Packs Plan PlanOptions PlanReport RankBatches SHAPES TokenStore __version__
+    attention balance generate isolation_probe linear_cross_entropy load_model pack plan report
+"""
+"""Every name that was ever in `multipack.__all__`: none is removed from here."""
+
+
+def test_every_public_name_exists_or_says_what_to_use():
+    assert set(multipack.__all__) <= set(PUBLIC.split()), "new public names are added to PUBLIC"
     for name in multipack.__all__:
         assert getattr(multipack, name) is not None
+    for name in set(PUBLIC.split()) - set(multipack.__all__):
+        with pytest.raises(AttributeError, match=f"{name} is no longer there: "):
+            getattr(multipack, name)
     with pytest.raises(AttributeError, match="no attribute 'pakc'"):
         getattr(multipack, "pakc")  # noqa: B009

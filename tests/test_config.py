@@ -28,9 +28,10 @@ def test_names_of_wordplay_and_of_earlier_versions_in_a_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train: {max_iters: 7}\n")
     assert compose([f"config={path}"]).train.steps == 7
-    path.write_text("data: {workers: 0}\n")
-    with pytest.raises(ConfigError, match=r"data\.workers has no equivalent here: leave it out"):
-        compose([f"config={path}"])
+    for group, name in (("data", "workers"), ("train", "eval_only")):  # of earlier versions
+        path.write_text(f"{group}: {{{name}: 0}}\n")
+        with pytest.raises(ConfigError, match=rf"{group}\.{name} has no equivalent here: "):
+            compose([f"config={path}"])
 
 
 def test_words_win_over_presets_over_files(tmp_path):

@@ -13,8 +13,11 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 from planning_tables.lengths import DATA
 from planning_tables.table import Table
+from result import cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITS = ("32c4eac", "c4d3aee")
@@ -97,6 +100,7 @@ def table(quick: bool) -> Table:
     if not (DATA / "openchat_v1.npy").exists():
         made.notes.append("skipped: ../shared/data/lengths/openchat_v1.npy is not there")
         return made
+    made.notes.append(f"measured on {cpu_model()}, numpy {np.__version__}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         sources = [ROOT / "src"]
         for commit in COMMITS:

@@ -41,6 +41,9 @@ _PUBLIC = {
 
 __all__ = ["__version__", *_PUBLIC]
 
+_LEFT = {"PackedStreamDataset": "iterate PackStream, and give each rank its packs with step.deal(world_size)"}
+"""Names that were public once → what to use."""
+
 if TYPE_CHECKING:
     from multipack.data.batch import PackedBatch as PackedBatch
     from multipack.data.collate import PackedCollator as PackedCollator
@@ -71,6 +74,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LEFT:
+        raise AttributeError(f"multipack.{name} is no longer there: {_LEFT[name]}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'multipack' has no attribute {name!r}")
     try:

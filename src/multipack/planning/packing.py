@@ -63,7 +63,7 @@ def pack(
     bound = simple_bound(histogram, capacity, limit)
     if method == "next_fit":
         return replace(packs_from(*kernels.next_fit(checked, capacity, limit)), lower_bound=bound)
-    by_length = longest_first(checked)
+    by_length = longest_first(checked, small=True)
     if method == "first_fit_decreasing":
         placed = np.empty_like(checked)
         placed[by_length], packs = kernels.first_fit(checked[by_length], capacity, limit)
