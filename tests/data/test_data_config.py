@@ -26,6 +26,7 @@ REFUSALS = [
     ({**JSONL, "documents": "file"}, r"data\.documents=file.*text"),
     ({**JSONL, "fields": ["a", "b", "c", "d"]}, r"data\.fields.*one name"),
     ({**JSONL, "fields": ["a", "a"]}, r"data\.fields=\['a', 'a'\].*differ"),
+    ({**JSONL, "fields": [["a"], "b"]}, r"data\.fields=.*texts"),
     ({**JSONL, "special_tokens": ["<s>"]}, r"data\.special_tokens.*data\.chat_template=FILE"),
     ({**JSONL, "special_tokens": ["<s>"], "chat_template": "chatml"}, "those of chatml are known"),
     ({**JSONL, "special_tokens": ["a", "a"], "chat_template": "f.jinja"}, r"data\.special_tokens.*differ"),

@@ -97,7 +97,7 @@ def test_unreadable_files_are_named(config, text_file, tmp_path):
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
         list(Source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
     for kind in ("text", "jsonl"):
-        for broken in (b"not gzip", gzip.compress(bytes(100_000))[:60]):
+        for broken in (b"", b"not gzip", gzip.compress(bytes(100_000))[:60]):
             with pytest.raises(ValueError, match=r"b\.txt\.gz: broken gzip"):
                 list(Source(config(source=kind, path=text_file(broken, "b.txt.gz"))))
     with pytest.raises(ValueError, match=r"data\.path=.*nowhere"):

@@ -15,8 +15,9 @@ from mutation import MARKER
 SECONDS, WAIT, BYTES = 10, 120, 4 << 30  # of processor time, on a busy machine, beyond what is used
 SEED = os.environ.get("SEED", "")
 """Another value of this variable draws other mutants."""
-CLEAN = ("refused", "accepted", "equal", "different")
-"""Outcomes of mutants that are not lost: of those that are accepted, what is read equals the original's or differs."""
+CLEAN = ("refused", "memory", "accepted", "equal", "different")
+"""Outcomes of mutants that are not lost: the command line shows one line where memory is lacking, too. What is read of
+an accepted mutant equals that of the original, or differs."""
 
 
 def run_all(attempt, count, name):
@@ -82,6 +83,9 @@ def _attempts(attempt, numbers, writer):
                 else f"message {text[:300]!r}"
             )
         except BaseException as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+                os.write(writer, b"memory\n")
+                continue
             frame = traceback.extract_tb(error.__traceback__)[-1]
             own = [each for each in traceback.extract_tb(error.__traceback__) if "multipack" in each.filename]
             place = (

@@ -219,8 +219,8 @@ class DataConfig:
             )
         for name in ("special_tokens", "fields"):
             names = getattr(self, name)
-            if len(set(names)) < len(names) or not all(names):
-                raise ValueError(f"data.{name}={names}: names must differ and not be empty")
+            if not all(isinstance(each, str) and each for each in names) or len(set(names)) < len(names):
+                raise ValueError(f"data.{name}={names}: names are texts that differ and are not empty")
         if self.fields and len(self.fields) not in _FIELD_COUNTS[self.format]:
             raise ValueError(
                 f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages), two"

@@ -192,6 +192,8 @@ class Source:
             with open(file.path, "rb") as raw:
                 self._open_file = raw
                 is_gzip = file.path.name.lower().endswith(".gz")
+                if is_gzip and not file.size:  # read as no text by the standard library
+                    raise ValueError(f"{file.path}: broken gzip file: it is empty")
                 content = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
                 try:
                     yield from self._checked(read(self, file, content))

@@ -22,8 +22,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import TokenizerConfig as TokenizerConfig
 from multipack.data.texts import TextPart
-from multipack.data.tokenizer_bounds import check_bounds
-from multipack.data.vocabularies import READERS, byte_alphabet, byte_level, read_file, without_prefix
+from multipack.data.vocabularies import (
+    READERS,
+    byte_alphabet,
+    byte_level,
+    check_bounds,
+    read_file,
+    without_prefix,
+)
 from multipack.machine import foreign_errors, reason_of
 
 END = "<|endoftext|>"
