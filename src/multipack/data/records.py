@@ -214,11 +214,7 @@ class RecordReader:
             last, self._last_answer = self._last_answer, answers[0]
             answers = [answers[0], answers[0] if last is None else last]
         found: list[tuple[TextPart, ...]]
-        notes = set[str]()
-        if self._unused:
-            notes = {
-                f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)
-            }
+        notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
         if self.template is None:
             prompt = [TextPart(text + self._config.between, False) for text in context]
             if self.form == "alpaca":
@@ -232,8 +228,7 @@ class RecordReader:
         for text in sorted(notes) if notes else ():
             count, first = self.notes.get(text, (0, name))
             self.notes[text] = (count + 1, first)
-        takes_end = self.template is None
-        documents = [SourceDocument(name, parts, takes_end) for parts in found]
+        documents = [SourceDocument(name, parts, self.template is None) for parts in found]
         if weight != 1.0:  # of an item, which may be two documents
             documents[0] = documents[0]._replace(weight=weight)
         return documents
@@ -242,8 +237,8 @@ class RecordReader:
         """The fields of the context of a record, without Alpaca's `input` if it has none."""
         if self.form != "alpaca":
             return self.context
-        optional = self.context[1:]
-        return [name for name in self.context if name not in optional or record.get(name) is not None]
+        optional = [name for name in self.context[1:] if record.get(name) is not None]
+        return [*self.context[:1], *optional]
 
     def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """Context and answers of a record; its field `system` begins the context.
