@@ -15,7 +15,8 @@ from multipack.reports.summary import histogram_lines, store_rows
 BYTE = TokenizerConfig("byte")
 
 
-def test_the_figures_of_a_corpus(write_store):
+def test_the_figures_of_a_corpus(write_store, monkeypatch):
+    monkeypatch.setattr("multipack.data.corpus_report._BLOCK", 64)
     draw = np.random.default_rng(3)
     lengths = [int(length) for length in np.clip(draw.lognormal(5, 1.5, 300), 2, 5000)]
     report = CorpusReport(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
@@ -37,6 +38,7 @@ VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
+_DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14
 EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
@@ -259,20 +261,49 @@ def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
     Of duplicates the first one remains, and `source.skipped` counts the others. Of each item that remains, 16 bytes of
-    BLAKE2b over its texts and targets are kept: about 100 bytes of memory. (Two of 10¹² different items share a hash
+    BLAKE2b over its texts and targets are kept, in some 17 bytes of memory. (Two of 10¹² different items share a hash
     with a probability of about 10⁻¹⁵.)
     """
-    seen, documents = set[bytes](), iter(source)
+    seen, documents = _Digests(), iter(source)
     for item in zip(*[documents] * (2 if source.records.pairs else 1), strict=True):
         if source.config.dedup:
             own = item[:1] if source.records.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
-            digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
-            if digest in seen:
+            if not seen.add(hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()):
                 source.skip("duplicates", item[0].name)
                 continue
-            seen.add(digest)
         yield item
+
+
+class _Digests:
+    """A set of digests: a sorted array, which grows in its place, and a set of Python for the latest 1/64."""
+
+    def __init__(self) -> None:
+        self._sorted, self._latest = np.empty(0, dtype=f"S{_DIGEST_BYTES}"), set[bytes]()
+
+    def add(self, digest: bytes) -> bool:
+        """Add a digest; returns whether it was missing."""
+        place = self._sorted.searchsorted(digest)
+        if digest in self._latest or self._sorted[place : place + 1].tobytes() == digest:
+            return False
+        self._latest.add(digest)
+        if len(self._latest) >= max(_DIGEST_BLOCK, len(self._sorted) >> 6):
+            self._insert_latest()
+        return True
+
+    def _insert_latest(self) -> None:
+        more = np.frombuffer(b"".join(sorted(self._latest)), dtype=self._sorted.dtype)
+        self._latest.clear()
+        end, last = len(self._sorted), len(more)
+        places = self._sorted.searchsorted(more)
+        self._sorted.resize(end + last, refcheck=False)
+        for begin in range(
+            end // _DIGEST_BLOCK * _DIGEST_BLOCK, -1, -_DIGEST_BLOCK
+        ):  # the last block moves first
+            first = int(places.searchsorted(begin))
+            moved = np.insert(self._sorted[begin:end], places[first:last] - begin, more[first:last])
+            self._sorted[begin + first : end + last] = moved
+            end, last = begin, first
 
 
 def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:
@@ -280,7 +311,9 @@ def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterat
     batch, size = list[Item](), 0
     for item in items:
         batch.append(item)
-        size += sum(len(part.text) for document in item for part in document.parts)
+        for document in item:
+            for part in document.parts:
+                size += len(part.text)
         if size >= characters or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0

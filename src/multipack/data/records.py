@@ -210,9 +210,9 @@ class RecordReader:
             return [Skip("pairs of equal answers", name)]
         if not all(map(_has_answer, answers)):
             return [Skip(WITHOUT_ANSWER[self.form or "text"], name)]
-        weights = [_weight(record, self._config.weight_field)]
+        weight = _weight(record, self._config.weight_field) if self._config.weight_field else 1.0
         if self.label:
-            weights = [weights[0] if _label(record, self.label) else -weights[0]]
+            weight = weight if _label(record, self.label) else -weight
             last, self._last_answer = self._last_answer, answers[0]
             answers = [answers[0], answers[0] if last is None else last]
         found: list[tuple[TextPart, ...]]
@@ -227,19 +227,20 @@ class RecordReader:
             found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
             own = zip(answers[:1] if self.label else answers, found, strict=False)  # not another record's
             notes |= set().union(*(self.template.notes(context + a, tools, parts) for a, parts in own))
-        for text in sorted(notes):
+        for text in sorted(notes) if notes else ():
             count, first = self.notes.get(text, (0, name))
             self.notes[text] = (count + 1, first)
-        weights += [1.0] * (len(found) - 1)  # an item has one weight
-        return [
-            SourceDocument(name, parts, self.template is None, weight)
-            for parts, weight in zip(found, weights, strict=True)
-        ]
+        documents = [SourceDocument(name, parts, self.template is None) for parts in found]
+        if weight != 1.0:  # of an item, which may be two documents
+            documents[0] = documents[0]._replace(weight=weight)
+        return documents
 
-    def _present(self, record: dict[str, Any]) -> list[str]:
+    def _present(self, record: dict[str, Any]) -> Sequence[str]:
         """The fields of the context of a record, without Alpaca's `input` if it has none."""
-        optional = self.context[1:] if self.form == "alpaca" else ()
-        return [name for name in self.context if name not in optional or record.get(name) is not None]
+        if self.form != "alpaca":
+            return self.context
+        optional = [name for name in self.context[1:] if record.get(name) is not None]
+        return [*self.context[:1], *optional]
 
     def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """Context and answers of a record; its field `system` begins the context.
@@ -294,7 +295,8 @@ def _text(record: dict[str, Any], field: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"field {field!r} is a {type(value).__name__}, not text")
     try:
-        value.encode()
+        if not value.isascii():  # which is known without a look at the text
+            value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"field {field!r} contains an unpaired surrogate: {error}") from error
     return value
@@ -313,8 +315,7 @@ def _label(record: dict[str, Any], field: str) -> bool:
 
 
 def _weight(record: dict[str, Any], field: str) -> float:
-    """The weight of a record; 1 if no field is named."""
-    value = _field(record, field) if field else 1.0
+    value = _field(record, field)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"field {field!r} is {value!r:.40}, and a weight is a finite number, at least 0")

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -45,8 +44,7 @@ class TextPart(NamedTuple):
     is_special: bool = False
 
 
-@dataclass(frozen=True)
-class SourceDocument:
+class SourceDocument(NamedTuple):
     """A document, or in a stream a stretch of it, as text."""
 
     name: str  # origin, for messages: `functools.py:reduce`, `train.jsonl:17`
@@ -191,6 +189,8 @@ def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str,
 
 def _parsed(content: bytes, where: str) -> Any:
     try:
+        if content.startswith(b'{"'):  # UTF-8, which the library would find out by itself
+            return json.loads(content.decode("utf-8", "surrogatepass"))
         return json.loads(content.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError) as error:
         return BrokenRecord(f"{where}: not JSON: {error}")

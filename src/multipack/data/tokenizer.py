@@ -107,19 +107,29 @@ class Tokenizer:
         Raises:
             ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
-        # Each part, and whether it continues a text, so that no space is put before it.
+        # Texts at the beginning of documents, and those that continue one, so that no space is put before them. Equal
+        # ones, such as the prompt of two answers, are encoded once.
+        begins = dict[str, list[int]]()
+        continues = begins if self._continued is self._library else dict[str, list[int]]()
         flat = [
-            (part, number > 0 and not (parts[number - 1].is_special and self._prefix_after_special))
+            (
+                part,
+                continues
+                if number > 0 and not (parts[number - 1].is_special and self._prefix_after_special)
+                else begins,
+            )
             for parts in documents
             for number, part in enumerate(parts)
         ]
-        encoded = {}
-        for continues, library in ((False, self._library), (True, self._continued)):
-            texts = [part.text for part, each in flat if each == continues and not part.is_special]
-            encoded[continues] = iter(self._encode_batch(library, texts))
+        for part, known in flat:
+            if not part.is_special:
+                known[part.text] = []
+        for known, library in ((begins, self._library), (continues, self._continued))[
+            : 1 + (continues is not begins)
+        ]:
+            known.update(zip(known, self._encode_batch(library, list(known)), strict=True))
         ids = iter(
-            [self.special_id(part.text)] if part.is_special else next(encoded[continues])
-            for part, continues in flat
+            [self.special_id(part.text)] if part.is_special else known[part.text] for part, known in flat
         )
         return [[(next(ids), part.is_target) for part in parts] for parts in documents]
 

@@ -1,0 +1,120 @@
+"""The bytes that `prepare` writes, against a plain loop over documents, and the memory that it takes a document."""
+
+import hashlib
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from multipack.data import prepare as module
+from multipack.data import writer as writer_module
+from multipack.data.prepare import items_of, prepare
+from multipack.data.shards import FORMAT, chain
+from multipack.data.sources import Source
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+
+BYTE = TokenizerConfig("byte")
+RECORDS = {
+    "text": (lambda n: {"text": "é" * (n % 5) + f"{n % 30}"}, {"dedup": True}),
+    "weights": (lambda n: {"text": "a" * (n % 5 + 1), "w": 1 + (n % 40 == 39)}, {"weight_field": "w"}),
+    "completion": (lambda n: {"prompt": "Q" * (n % 3), "completion": f"A{n}"}, {"between": ""}),
+    "preference": (
+        lambda n: {"prompt": f"{n % 9}", "chosen": "yes", "rejected": "n" * (n % 3)},
+        {"dedup": True},
+    ),
+    "label": (lambda n: {"prompt": "same", "completion": f"{n % 20}", "label": n % 3 == 0}, {"dedup": True}),
+    "chat": (lambda n: {"messages": turns(n)}, {}),
+}
+
+
+def turns(number):
+    return [
+        {"role": role, "content": f"{role} {number}"} for role in ("user", "assistant") * (number % 2 + 1)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Batches, pieces of shards and blocks of digests that hold a few documents."""
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 9)
+    monkeypatch.setattr(module, "_DIGEST_BLOCK", 8)
+    monkeypatch.setattr(writer_module, "PIECE_DOCUMENTS", 16)
+
+
+def plain(items, tokenizer, dedup, answers):
+    """Arrays of a shard, and the hash of its documents, document by document; of an item `answers` are compared."""
+    digests, seen, tokens, spans, names, weights = [], set(), [], [], [], []
+    ends = {name: [0] for name in ("offsets", "span_offsets", "name_offsets")}
+    for item in items:
+        own = tuple((document.parts, document.takes_end) for document in item[:answers])
+        if dedup and own in seen:
+            continue
+        seen.add(own)
+        for document in item:
+            ids, ranges = [], []
+            for part in [*document.parts, *[None] * document.takes_end]:
+                begin = len(ids)
+                if part is None:
+                    ids.append(tokenizer.end_id)
+                else:
+                    ids += (
+                        [tokenizer.special_id(part.text)] if part.is_special else tokenizer.encode(part.text)
+                    )
+                if (part is None or part.is_target) and len(ids) > begin:
+                    if ranges and ranges[-1][1] == begin:
+                        begin, _ = ranges.pop()
+                    ranges.append([begin, len(ids)])
+            name, ids, ranges = document.name.encode(), np.uint16(ids), np.int64(ranges)
+            weight = b"" if document.weight == 1 else np.float64(document.weight).tobytes()
+            begin = f"{len(ids)} {len(ranges)} ".encode() + name
+            digest = hashlib.blake2b(begin + ids.tobytes() + ranges.tobytes() + weight, digest_size=15)
+            digests.append((int.from_bytes(digest.digest(), "big"), 1))
+            weights.append(document.weight)
+            for values, more in zip(ends.values(), (ids, ranges, name), strict=True):
+                values.append(values[-1] + len(more))
+            tokens.append(ids)
+            spans.append(ranges)
+            names.append(name)
+    arrays = {key: np.int64(values) for key, values in ends.items()}
+    arrays |= {"tokens": np.concatenate(tokens), "spans": np.concatenate(spans)}
+    arrays |= {"names": np.frombuffer(b"".join(names), np.uint8), "weights": np.float64(weights)}
+    if (arrays["weights"] == 1).all():
+        arrays["weights"] = np.zeros(0)
+    return arrays, chain(digests)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_shards_have_the_bytes_of_a_plain_loop(config, text_file, tmp_path, kind):
+    record, fields = RECORDS[kind]
+    path = text_file("\n".join(json.dumps(record(number)) for number in range(90)), "r.jsonl")
+    source = Source(config(source="jsonl", path=path, **{**fields, "dedup": False}), BYTE)
+    (file,) = prepare(config(source="jsonl", path=path, **fields), BYTE, tmp_path / "out").glob("shard-*")
+    with safe_open(file, "numpy") as shard:
+        about = shard.metadata()
+    tokenizer = byte_tokenizer(source.records.special_tokens)
+    arrays, content = plain(items_of(source), tokenizer, "dedup" in fields, 1 if kind == "label" else 2)
+    assert json.loads(about[FORMAT])["content"] == f"{content:032x}"
+    assert file.read_bytes() == save(arrays, about)
+
+
+def peak(config, text_file, tmp_path, lines, **fields):
+    """Most bytes of Python and NumPy at once while short lines become a store."""
+    path = text_file("\n".join(f'{{"text": "{number}"}}' for number in range(lines)), f"{lines}.jsonl")
+    tracemalloc.start()
+    try:
+        prepare(config(source="jsonl", path=path, **fields), BYTE, tmp_path / f"{lines} {fields}")
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("fields", [{}, {"dedup": True}], ids=["plain", "dedup"])
+def test_memory_grows_by_less_than_20_bytes_a_document(config, text_file, tmp_path, monkeypatch, fields):
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 128)
+    monkeypatch.setattr(module, "_DIGEST_BLOCK", 64)
+    peak(config, text_file, tmp_path, 100, **fields)  # what the first call keeps
+    few, many = (peak(config, text_file, tmp_path, lines, **fields) for lines in (500, 2500))
+    assert (many - few) / 2000 <= 20
