@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from multipack.atomic import PARTIAL
 from multipack.machine import Finding, Status
-from multipack.run import RunDirectory, find_run
+from multipack.run import RunDirectory, find_run, resume_command
 from multipack.training.checkpoint import Checkpoint, damage, load_checkpoint
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import compose
@@ -164,7 +165,7 @@ def _follows(run: RunDirectory, checkpoint: Checkpoint | None) -> bool:
 
 def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Say what `train.resume=true` does."""
-    command = f"multipack train train.resume=true out={run.path}"
+    command = resume_command(run.path)
     others = [path.name for path in run.complete_checkpoints() if _follows(run, opened.get(path.name))]
     try:
         if not run.has_checkpoints:
@@ -179,7 +180,7 @@ def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Findin
         reason = f"{error} cannot be read" if unread else str(error)
         remedy = "see checkpoints, above" if unread else "restore it from a copy of the run"
         if others:
-            remedy = f"multipack train train.resume={run.checkpoints / others[-1]}"
+            remedy = shlex.join(["multipack", "train", f"train.resume={run.checkpoints / others[-1]}"])
         yield Finding("resume", "fail", reason, remedy)
         return
     moved = f"; {later} later records move to metrics.jsonl.cut" if later else ""

@@ -27,6 +27,7 @@ from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
+from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
 from multipack.training.callbacks.profiler import Trace
@@ -145,7 +146,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     if stopped_by is not None:
         console.line(
             f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; resume with"
-            f" `multipack train train.resume=true out={folder.path}`"
+            f" `{resume_command(folder.path)}`"
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
