@@ -144,8 +144,8 @@ def prepare(
             console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
     print_store(console, path, found, fit)
     if report is None:
-        more, why = _fitting(path, composed)
-        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *more])
+        fitting, why = _fitting(path, composed)
+        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *fitting])
         console.line(f"\nto train on it{why}:\n  {command}")
 
 
