@@ -376,6 +376,34 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
+        "optimizer: {eps: .nan}",
+        "optimizer: {lr: -.inf}",
+        "parallel: {timeout_seconds: .nan}",
+        "parallel: {timeout_seconds: .inf}",
+        "train: {epochs: .nan}",
+        "train: {epochs: .inf}",
+        "train: {steps: 1" + "0" * 400 + "}",
+        "data: {weights: [1.0, .nan]}",
+        "out: ???",
+    ],
+)
+def test_numbers_that_no_setting_can_have_are_refused(tmp_path, text):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    group, _, name = text.partition(": ")
+    key = name.strip("{}").partition(":")[0] if name.startswith("{") else ""
+    with pytest.raises(ConfigError, match=rf"^{group}{'.' * bool(key)}{key}=.*finite") as refused:
+        compose([f"config={path}"])
+    assert len(str(refused.value)) < 200
+    if key:
+        word = f"{group}.{key}={name.strip('{}').partition(': ')[2].replace('.nan', 'nan').replace('.inf', 'inf')}"
+        with pytest.raises(ConfigError, match=f"{group}.{key}"):
+            compose([word])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         'data: {fields: ["${oc.env:MULTIPACK_SECRET}"]}',
         'optimizer: {rules: ["embedding lr=${oc.env:MULTIPACK_SECRET}"]}',
         'data: {fields: [["a", "${oc.env:MULTIPACK_SECRET}"]]}',

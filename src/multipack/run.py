@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ STATE = "state.json"
 """The file of a checkpoint with its format, step, progress and checksums."""
 COMPLETE = ".complete"
 """The file of a checkpoint that is written last: a checkpoint without it is incomplete and is not loaded."""
+
+
+def resume_command(path: Path) -> str:
+    """The command that continues the run in a folder, for a shell."""
+    return shlex.join(["multipack", "train", "train.resume=true", f"out={path}"])
 
 
 class RunDirectory:
@@ -81,8 +87,8 @@ class RunDirectory:
         """
         if not is_free(self.path, leftovers=True):
             raise FileExistsError(
-                f"{self.path} exists and is not empty. Continue that run with `train.resume=true out={self.path}`,"
-                f" evaluate it with `multipack evaluate {self.path}`, or choose another out="
+                f"{self.path} exists and is not empty. Continue that run with `{resume_command(self.path)}`, evaluate"
+                f" it with `{shlex.join(['multipack', 'evaluate', str(self.path)])}`, or choose another out="
             )
 
     def create(self, config_yaml: str) -> None:
@@ -122,8 +128,7 @@ class RunDirectory:
         if not (complete := self.complete_checkpoints()):
             return "no checkpoint is complete yet"
         return (
-            f"{complete[-1].name} is complete: resume with `multipack train train.resume=true out={self.path}` when"
-            " this is mended"
+            f"{complete[-1].name} is complete: resume with `{resume_command(self.path)}` when this is mended"
         )
 
     def best_checkpoint(self) -> Path:

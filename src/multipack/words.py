@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multipack.atomic import read_file
@@ -39,6 +39,8 @@ Pair = tuple[str, str]
 """(key, value) of a word."""
 Translate = Callable[[str, Any], tuple[str, Any]]
 """(key, value) of a word or of a file → (key, value) of the schema."""
+LARGEST = 1e18
+"""Largest number of a setting; OmegaConf takes ??? as a missing value, and so it is none either."""
 _MOST_BYTES, _MOST_LEVELS = 1 << 20, 32
 """Bytes and nested levels of a YAML file: its parser would crash on a file of thousands of levels."""
 
@@ -282,6 +284,15 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+        if value == "???" or not _is_ordinary(OmegaConf.select(tree, key)):
+            raise ConfigError(f"{key}={str(value)[:40]}: must be a finite value of at most {LARGEST:.0e}")
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Whether no number in a setting is infinite, NaN or too large for the arithmetic of any setting."""
+    if isinstance(value, ListConfig):
+        return all(map(_is_ordinary, value))
+    return not isinstance(value, int | float) or abs(value) <= LARGEST
 
 
 def _interpolates(value: Any) -> bool:

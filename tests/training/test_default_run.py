@@ -1,29 +1,39 @@
-"""`multipack train` with its defaults, and on characters of Shakespeare. Minutes, so marked slow."""
+"""The run of `make train`, and one on characters of Shakespeare. Minutes, so marked slow."""
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from multipack.cli.recipe_command import FOLDER
 from multipack.training.run_config import compose
 from multipack.training.train import train
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_default_run_learns_the_standard_library(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "multipack", "train", f"out={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def test_the_first_run_learns_the_standard_library_in_minutes(tmp_path):
+    """What `make train` runs, on one core: half of its processor time is its time on two cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "multipack", "train", f"config={FOLDER / 'first.yaml'}"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*command, f"out={tmp_path / 'run'}"], capture_output=True, text=True, env=environment
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     validation = [record["val_loss"] for record in records if "val_loss" in record]
-    assert 7.6 < validation[0] < 8.4  # log 2,048, and half the variance of the logits, 1
-    assert validation[-1] <= 4.3  # 4.07 in fp32
+    assert 7.6 < validation[0] < 8.6  # log 2,048, and half the variance of the logits, 1
+    assert validation[-1] <= 4.4
     assert "packed / padded" in done.stdout
+    assert (
+        after.ru_utime - before.ru_utime <= 480
+    )  # 280 s; other processes on the machine's cores cost up to half
 
 
 @pytest.mark.slow

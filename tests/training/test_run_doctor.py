@@ -1,13 +1,14 @@
 """`multipack doctor RUN` finds what is damaged, says what resuming would do, and names the next command."""
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
 from multipack.cli import main
-from multipack.run import RunDirectory
+from multipack.run import RunDirectory, resume_command
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose_run
 from multipack.training.run_doctor import examine_run
@@ -99,6 +100,12 @@ def test_a_run_without_its_checkpoints_never_begins_again_in_silence(finished, c
     assert (finished / "metrics.jsonl.cut").read_text() == records
 
 
+def test_commands_to_paste_name_one_folder(tmp_path):
+    """A shell reads the folder of a run as one word, whatever its name holds."""
+    words = shlex.split(resume_command(tmp_path / "my run; $(id)"))
+    assert words == ["multipack", "train", "train.resume=true", f"out={tmp_path}/my run; $(id)"]
+
+
 def test_the_command_that_is_recommended_continues_the_run(finished, monkeypatch, capsys, files):
     before = files(finished).untimed
     os.truncate(RunDirectory(finished).latest_checkpoint() / "config.yaml", 9)
@@ -107,6 +114,6 @@ def test_the_command_that_is_recommended_continues_the_run(finished, monkeypatch
         main()
     assert ended.value.code == 1
     remedy = _failed(finished)["resume"].remedy
-    assert remedy.split()[-1] in "".join(capsys.readouterr().out.split())
+    assert shlex.split(remedy)[-1] in "".join(capsys.readouterr().out.split())
     train(compose_run(remedy.split()[2:]))
     assert files(finished).untimed == before

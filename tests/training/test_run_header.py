@@ -72,6 +72,37 @@ def test_a_run_begins_with_at_most_ten_lines(journey, folder, capsys):
     assert max(map(len, lines)) <= LINE, printed
 
 
+def test_the_header_names_quantized_adapters_and_runs_without_validation(folder, capsys):
+    sizes = ["model.d_model=64", "model.d_ff=64", "model.heads=1", "model.layers=1", "model.kv_heads=1"]
+    texts = ["data=text", "data.path=books", "data.overlong=split", "data.validation=0"]
+    train(compose_run([*texts, "tokenizer=byte", *sizes, *SMALL]))
+    printed = capsys.readouterr().out
+    assert "data.validation=0" in printed
+    assert "starting 1 step " in printed
+    assert compose_run(["train.resume=true", "out=run"]).train.eval_every == 0
+    changed = [word for word in SMALL if not word.startswith(("out=", "plan.packs"))]
+    train(
+        compose_run(
+            [*texts, "train.init_from=run", "adapter=qlora", *changed, "plan.packs_per_step=1", "out=q"]
+        )
+    )
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  adapter"))
+    assert "QLoRA" in row
+    assert "NF4" in row
+    assert not row.endswith("…")
+    with pytest.raises(ValueError, match=r"train\.patience=2 .* data\.validation=0"):
+        train(compose_run([*texts, "tokenizer=byte", *sizes, *SMALL, "train.patience=2", "out=p"]))
+
+
+def test_the_command_that_prepare_ends_with_runs(folder):
+    words = ["data=jsonl", "data.path=chats.jsonl", "data.broken=skip", "tokenizer=byte", "plan.capacity=96"]
+    done = CliRunner().invoke(app, ["prepare", *words, "model=tiny"], catch_exceptions=False)
+    assert "1 document of more than 96 tokens" in done.output
+    command = shlex.split(done.output.splitlines()[-1])
+    assert command[-1] == "data.overlong=truncate"
+    train(compose_run([*command[2:], "train.steps=1", "train.eval_every=0", "train.dtype=fp32", "out=run"]))
+
+
 def test_a_plan_takes_the_words_of_a_run_and_ends_with_its_command(folder):
     Path("recipe.yaml").write_text("data: {source: jsonl, overlong: truncate}\noptimizer: {lr: 1.0e-4}\n")
     words = ["config=recipe.yaml", *CHATS, *SMALL, "train.seed=3", "parallel.context=2"]

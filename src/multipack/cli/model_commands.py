@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,7 +127,9 @@ def export(
     rows = write(run, made, weights, dtype, merge)
     console = Console()
     console.section("exported", rows)
-    console.line(f"\nto load it:\n{loading_code(made)}\n\nto publish it:\n  hf upload OWNER/NAME {made}")
+    console.line(
+        f"\nto load it:\n{loading_code(made)}\n\nto publish it:\n  hf upload OWNER/NAME {shlex.quote(str(made))}"
+    )
 
 
 def version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +47,7 @@ def copy(
     shutil.copyfile(FOLDER / f"{name}.yaml", made)
     typer.echo(f"{made} written; words after config={made} change its values")
     for command in _head(made)[1:]:
-        typer.echo(f"  {command.replace(f'config={name}.yaml', f'config={made}')}")
+        typer.echo(f"  {command.replace(f'config={name}.yaml', shlex.quote(f'config={made}'))}")
 
 
 list_recipes.__name__ = "list"

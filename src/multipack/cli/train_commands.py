@@ -144,16 +144,33 @@ def prepare(
             console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
     print_store(console, path, found, fit)
     if report is None:
-        command = shlex.join(["multipack", "train", *_training_words(words or [], store)])
-        console.line(f"\nto train on it:\n  {command}")
+        fitting, why = _fitting(path, composed)
+        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *fitting])
+        console.line(f"\nto train on it{why}:\n  {command}")
 
 
 def _training_words(words: list[str], store: Path | None) -> list[str]:
     """Words of a run on what `prepare` wrote: with the same words, a run finds the store in the cache."""
     if store is None:
         return words
-    kept = [word for word in words if word.startswith(("train.", "data.overlong="))]
+    kept = [word for word in words if word.startswith(("train.", "plan.", "model", "data.overlong="))]
     return ["data=store", f"data.path={store}", *kept]
+
+
+def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
+    """Words without which a run would refuse documents of a store because they are too long, and why they are there."""
+    from multipack.data.documents import Documents
+    from multipack.data.store import TokenStore
+
+    data, limit, store = config.data, config.document_limit, TokenStore(path)
+    policy = store.header.overlong if data.overlong == "auto" else data.overlong
+    lengths = Documents.whole(store, data.train_on_prompt).lengths
+    longer = int((lengths > limit).sum()) if policy == "error" and store.header.split_by == "document" else 0
+    if not longer:
+        return [], ""
+    cut = "drop" if store.header.pairs else "truncate"
+    why = f" ({counted(longer, 'documents')} of more than {limit:,} tokens, the longest of {int(lengths.max()):,})"
+    return [f"data.overlong={cut}"], why
 
 
 def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:

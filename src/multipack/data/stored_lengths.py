@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Integers
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # the file's header is an expression in Python, which fails in many ways
         kind = source_of(str(path))
-        is_text = f"; to plan these documents: `multipack plan data={kind} data.path={path}`" if kind else ""
+        command = shlex.join(["multipack", "plan", f"data={kind}", f"data.path={path}"])
+        is_text = f"; to plan these documents: `{command}`" if kind else ""
         raise ValueError(
             f"{path} is neither the folder of a token store nor a .npy file of lengths, as numpy.save(path, lengths)"
             f" writes one: {' '.join(str(error).split())}{is_text}"

@@ -8,6 +8,7 @@ fastest. These times only rank candidates; they do not predict the time of a ste
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -228,8 +229,7 @@ class Advice:
             return ""
         devices, per_host = self.request.devices, self.request.devices_per_host
         start = f"multipack launch -n {devices} --ppn {per_host} --" if devices > 1 else "multipack"
-        words = [f"'{word}'" if "[" in word else word for word in self.chosen.words]  # for shells
-        return f"{start} train data=… {' '.join(words)}"
+        return f"{start} train data=… {shlex.join(self.chosen.words)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -11,6 +11,7 @@ those that the epoch before carried, each once. Of an epoch that has not ended, 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -310,7 +311,8 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
             agrees = mark is None or _begins_with(run.documents, mark)
             is_cut_off = not agrees and not _begins_with(run.metrics, metrics)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            found.notes.append(f"{folder.name} cannot be read; `multipack doctor {run.path}` says why")
+            command = shlex.join(["multipack", "doctor", str(run.path)])
+            found.notes.append(f"{folder.name} cannot be read; `{command}` says why")
             continue
         if is_cut_off:
             found.notes.append(

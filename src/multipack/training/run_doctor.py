@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 from multipack.atomic import PARTIAL
 from multipack.machine import Finding, Status
-from multipack.run import RunDirectory, find_run
+from multipack.run import RunDirectory, find_run, resume_command
 from multipack.training.checkpoint import Checkpoint, damage, load_checkpoint
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import compose
@@ -169,7 +168,7 @@ def _follows(run: RunDirectory, checkpoint: Checkpoint | None) -> bool:
 
 def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Say what `train.resume=true` does."""
-    command = shlex.join(["multipack", "train", "train.resume=true", f"out={run.path}"])
+    command = resume_command(run.path)
     others = [path.name for path in run.complete_checkpoints() if _follows(run, opened.get(path.name))]
     try:
         if not run.has_checkpoints:

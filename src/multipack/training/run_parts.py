@@ -228,8 +228,16 @@ def resolve(
     Returns:
         The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
     """
-    optimizer = config.optimizer
+    optimizer, data = config.optimizer, config.data
     train, notes = device_settings(config, world)
+    if train.eval_every and data.validation == 0 and not data.validation_sets:
+        if train.patience:
+            raise ValueError(
+                f"train.patience={train.patience} counts evaluations, and data.validation=0 keeps no documents for"
+                " them: set data.validation=0.1, or leave train.patience out"
+            )
+        train = replace(train, eval_every=0)
+        notes.append("data.validation=0: there are no evaluations")
     if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         lr *= ADAPTER_LR_SCALE if config.adapter.name != "none" else 1

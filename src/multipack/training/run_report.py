@@ -27,6 +27,7 @@ from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.reports.run_page import write_page
 from multipack.reports.summary import Rows, report_rows
+from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
 from multipack.shapes.families import BY_TYPE
 from multipack.training.blueprint import kernels_of
@@ -61,7 +62,7 @@ def print_header(run: Trainer, seconds: float) -> None:
     start = (
         f"continuing after step {run.step:,} of {run.steps:,}"
         if run.step
-        else f"starting {run.steps:,} steps"
+        else f"starting {counted(run.steps, 'steps')}"
     )
     start = f"start-up time {seconds:.1f} s; {start}"
     if run.config.log.verbose:
@@ -99,7 +100,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
     """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
     config, corpus = run.config, run.corpus
-    plan = f"{config.plan.packs_per_step} packs of {config.plan.capacity:,} tokens a step"
+    plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
     documents, _, form = rows["corpus"].partition(" (")
     if measured is not None:
@@ -118,7 +119,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
             "model",
             f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters{start}",
         ),
-        *((name, rows[name]) for name in ("adapter",) if name in rows),
+        *((name, rows[name].partition(";")[0]) for name in ("adapter",) if name in rows),
         ("documents", documents + held + (f" ({form}" if form else "")),
         ("plan", plan),
         ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
@@ -146,7 +147,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     if stopped_by is not None:
         console.line(
             f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; resume with"
-            f" `multipack train train.resume=true out={folder.path}`"
+            f" `{resume_command(folder.path)}`"
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
@@ -243,7 +244,8 @@ def _adapter_rows(run: Trainer) -> Rows:
     count = trained + sum(
         math.prod(shape) for name, shape in parameter_shapes(run.shape).items() if name not in saved
     )
-    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
+    kind = ("Q" if adapter.quantize == "nf4" else "") + {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
+    form = f" in {adapter.quantize.upper()}" if adapter.quantize != "none" else ""
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
     matrices = sum(name.endswith(".lora_a") for name in saved)
     whole = f"; trained whole: {', '.join(adapter.train)}" if adapter.train else ""
@@ -251,8 +253,8 @@ def _adapter_rows(run: Trainer) -> Rows:
     return [
         (
             "adapter",
-            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{whole}:"
-            f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)"
+            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{form}:"
+            f" {trained:,} parameters trained ({100 * trained / count:.2g} %){whole}"
             f"{_quantized_text(adapter, shapes, count - trained)}",
         ),
         ("frozen weights", adapter.base + held),
@@ -342,7 +344,8 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
-        f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens, {feed.micro_batches} per"
+        f"{counted(config.plan.packs_per_step, 'packs')} of at most {config.plan.capacity:,} tokens,"
+        f" {feed.micro_batches} per"
         f" {rank}, one micro-batch each"
     )
     held = (

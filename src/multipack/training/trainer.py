@@ -333,7 +333,8 @@ class Trainer(StepApplier):
         self.objective.load_state(self.engine, progress.get("objective", {}))
         self.callbacks.load_states(progress["callbacks"])
         self.callbacks.load_all_tensors(checkpoint.source, self.engine)
-        if not restore_rng(self.world, checkpoint.source):
+        drops = self.config.model.dropout or self.config.adapter.dropout
+        if not restore_rng(self.world, checkpoint.source) and drops:
             self.notes.append(
                 "some ranks are new: their dropout starts from the seed, not from the checkpoint"
             )
