@@ -272,6 +272,7 @@ def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not computed here"),
         ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path=meta/x is no folder here"),
         ({"r": 5}, "is an adapter of another model"),
+        ({"base_model_name_or_path": str(tmp_path / "adapter")}, "base_model_name_or_path leads back to"),
     ):
         file.write_text(json.dumps(good | changes))
         with pytest.raises(ValueError, match=message):
