@@ -1,6 +1,7 @@
 """Models in GGUF files, written here by the gguf package, against transformers' model that they were written from."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -95,6 +96,27 @@ def test_a_gguf_file_is_read_everywhere(tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(model_folder(str(file), "x"))
     assert tokenizer.encode("abc") == [tokens.index("ab"), tokens.index("c")]
     assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_a_file_that_was_replaced_is_another_and_a_panic_is_one_line(tmp_path, monkeypatch):
+    """Also one of equal size and time, as `cp -p` makes it; a merge without its token is a panic in Rust."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
+    vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
+    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
+    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
+    file, found = tmp_path / "tiny.gguf", []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
+        write(tmp_path / "new", model, tokens, ["a b"])
+        os.utime(tmp_path / "new", ns=(10**18, 10**18))
+        os.replace(tmp_path / "new", file)
+        found.append(load_model(file).embedding.weight)
+    assert not torch.equal(*found)
+    write(file, model, tokens, ["a c"])
+    with pytest.raises(ValueError, match=r"tiny\.gguf: transformers reads no model"):
+        load_model(file)
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path, monkeypatch):

@@ -1,13 +1,18 @@
 """Names of models on the Hugging Face hub, with a cache on disk and without a network."""
 
+import json
+
 import pytest
 import torch
 
+from hf_models import short_run
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
+from multipack.training.export import export, loading_code
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
+from multipack.training.train import train
 from multipack.words import ConfigError
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
@@ -26,8 +31,6 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def snapshot(cache, tmp_path):
     """A model in the cache, in the hub's layout: files are links to blobs."""
-    import json
-
     from safetensors.torch import save_file
 
     from multipack.data.tokenizer import byte_tokenizer
@@ -59,6 +62,21 @@ def test_a_model_in_the_cache_needs_no_network(snapshot, tmp_path):
     assert config.adapter.base == str(snapshot.resolve())
     assert config.model.d_model == SHAPE.d_model
     assert config.tokenizer.path == str(snapshot / "tokenizer.json")
+
+
+def test_an_adapter_names_its_base_as_the_hub_does(snapshot, tmp_path, capsys):
+    """For those who have another cache."""
+    words = (
+        "train.init_from=some/model adapter=lora train.eval_every=0 train.sample_tokens=0 log.verbose=true"
+    )
+    train(compose_run([*short_run(tmp_path), *words.split(), f"out={tmp_path / 'run'}"]))
+    assert "some/model at 0000" in " ".join(capsys.readouterr().out.split())
+    rows = dict(export(tmp_path / "run", tmp_path / "adapter"))
+    assert rows["frozen weights"] == f"some/model at {'0' * 40}"
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (written["base_model_name_or_path"], written["revision"]) == ("some/model", "0" * 40)
+    assert f"'some/model', revision='{'0' * 40}'" in loading_code(tmp_path / "adapter")
+    assert load_model(tmp_path / "adapter").shape.d_model == SHAPE.d_model
 
 
 def test_a_folder_of_that_name_comes_first(snapshot, tmp_path):

@@ -1,7 +1,7 @@
 """Folders of models that are given by a path, by a name on the Hugging Face hub, or as a GGUF file.
 
     NAME[@REV]   a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
-    FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, made once
+    FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, once for its content
 
 Only settings, tokenizers and weights in safetensors are fetched, never code or pickled files.
 """
@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from multipack.atomic import atomic_folder, cache_folder, locked
+from multipack.checksums import checksum, remembered
 from multipack.machine import foreign_errors, import_extra
 from multipack.untrusted import from_folder
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files that are fetched, outside of subfolders."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
+
+_SNAPSHOT = re.compile(r".*/models--([\w.-]+)/snapshots/(\w+)")
+"""A folder in the cache of the hub: the name with `--` for `/`, and the revision."""
 
 
 def model_folder(name: str, setting: str) -> Path:
@@ -70,6 +74,12 @@ def model_folder(name: str, setting: str) -> Path:
     )
 
 
+def hub_name(folder: str) -> tuple[str, str]:
+    """The name on the hub and the revision of a folder in its cache; of another folder itself and an empty revision."""
+    found = _SNAPSHOT.fullmatch(folder)
+    return (found[1].replace("--", "/"), found[2]) if found else (folder, "")
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot has settings and all its weights."""
     index = folder / "model.safetensors.index.json"
@@ -93,9 +103,8 @@ def _reason(error: Exception) -> str:
 
 def _dequantized(file: Path, where: str) -> Path:
     """The folder of the model in a GGUF file, in float32; `where` is for messages."""
-    state = file.stat()
-    recipe = f"1 {file.resolve()} {state.st_size} {state.st_mtime_ns}"
-    folder = cache_folder() / "gguf" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
+    content = remembered([file], "gguf", cache_folder(), lambda: checksum(file))
+    folder = cache_folder() / "gguf" / hashlib.sha256(f"2 {content}".encode()).hexdigest()[:32]
     with locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
             import_extra("gguf", where, "gguf")

@@ -445,7 +445,11 @@ def test_from_pretrained(tmp_path):
         tmp_path, attn_implementation="multipack", dtype=torch.float64
     )
     row = packed(documents())
-    assert torch.equal(model(**row).logits, build("llama")(**row).logits)
+    ours = build("llama")
+    expected, found = ours(**row).logits, model(**row).logits
+    # Rotations and norms of transformers are in float32: a part of what a model in float32 rounds.
+    rounded = ours.float()(**row).logits.double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=float((rounded - expected).abs().max()))
 
 
 def test_models_with_attention_of_their_own_are_refused():

@@ -16,6 +16,8 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.preference import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
+from multipack.ops.lora import add_adapters, is_adapter
+from multipack.shapes.adapter import AdapterConfig
 
 KINDS = ["full", "selective"]
 
@@ -166,6 +168,28 @@ def test_selective_recomputes_no_product_and_no_attention(shape, documents, pack
     products = (7 if shape.gated else 6) - (not dropout)  # the last output is read by dropout only
     assert again == shape.layers * products
     assert sum(calls["selective"].values()) > sum(calls["none"].values())
+
+
+@pytest.mark.parametrize("settings", [{"name": "lora"}, {"name": "dora", "quantize": "int8"}])
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("shape", ["llama"], indirect=True)
+def test_selective_keeps_no_update_of_an_adapter(shape, documents, pack, settings, tiles):
+    """And gives the same losses and gradients."""
+    adapter, model, found, calls = AdapterConfig(rank=2, **settings), Decoder(shape), [], []
+    add_adapters(model, adapter)
+    for name, each in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(each, std=0.1)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    tile_layers(model, tiles)
+    for kind in ("none", "selective", "full"):
+        recompute_blocks(model, kind)
+        with Watch() as watch:
+            loss = model(pack(documents))
+            found.append([loss.detach(), *torch.autograd.grad(loss, trained)])
+        calls.append(watch.calls["aten::mm"])
+    assert all(torch.equal(one, other) for one, *others in zip(*found, strict=True) for other in others)
+    assert calls[0] + 6 * shape.layers <= calls[1] < calls[2]
 
 
 def test_evaluation_recomputes_nothing(model, documents, pack):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 
 LLAMA2_7B = ModelShape(32, 32, 32, 4096, 11_008, vocabulary_size=32_000, tied=False)
 MILD = {"base": 3e-3, "token": 2.5e-6, "pair": 1e-10, "document": 2e-5}  # L* = 25,000, constant = 200,000
@@ -75,6 +76,29 @@ def test_flops_count_every_matrix_and_pair():
     assert model.flops([5, 9]) == 3 * forward
     headless = CostModel.from_shape(shape.with_vocabulary(0))
     assert headless.flops([5, 9]) == 3 * (forward - 2 * 14 * 8 * 11)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_frozen_matrices_have_no_gradients(recompute, tmp_path):
+    """A product with a frozen matrix is 2 FLOPs forward and 2 backward; adapters and what is trained whole have all."""
+    shape = ModelShape(
+        layers=3, heads=4, kv_heads=2, d_model=8, d_ff=16, head_dim=6, vocabulary_size=11, tied=False
+    )
+    adapter = AdapterConfig("lora", rank=2, targets=["q_proj", "down_proj"], train=["head", "blocks.2"])
+    per_layer, tokens, again = shape.layer_parameters, 14, 2 * (recompute == "full")
+    frozen, trained = 2 * per_layer, per_layer + 8 * 11
+    added = 2 * 2 * ((8 + 24) + (16 + 8))  # two layers, rank 2
+    whole, model = (
+        CostModel.from_shape(shape, recompute=recompute, adapter=each)
+        for each in (AdapterConfig("none"), adapter)
+    )
+    expected = tokens * ((6 + again) * (trained + added) + (4 + again) * frozen)
+    attention = whole.flops([5, 9], executed=True) - tokens * (6 + again) * (frozen + trained)
+    assert model.flops([5, 9], executed=True) == expected + attention
+    assert model.linear < whole.linear
+    assert whole == CostModel.from_shape(shape, recompute=recompute)
+    model.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json").flops([5, 9]) == model.flops([5, 9])
 
 
 def test_overflow_is_refused():

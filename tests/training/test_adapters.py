@@ -19,12 +19,16 @@ from multipack.data.documents import Document
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
+from multipack.planning.cost import CostModel
+from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export, loading_code
 from multipack.training.frozen_files import check_base
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
+from multipack.training.run_cost import run_cost
 from multipack.training.train import train
 from multipack.training.weights import find_weights
 from multipack.words import ConfigError
@@ -169,6 +173,34 @@ def test_hashes_of_earlier_versions_are_known(tmp_path, save_decoder):
         check_base(replace(config, base_hash=digest.hexdigest()[::-1]), World())
 
 
+def test_plans_and_utilization_count_what_is_trained(words, tmp_path, monkeypatch):
+    """And a run whose plan counts all matrices, of an earlier version, is resumed with that plan."""
+    words, shape = [*words, "adapter=lora"], replace(SHAPE, vocabulary_size=264)
+
+    def saved(out, step):
+        return load_checkpoint(out / f"step-{step:08}").progress["data"]["options"]["cost"]
+
+    whole, adapted = (
+        CostModel.from_shape(shape),
+        CostModel.from_shape(shape, adapter=AdapterConfig("lora", rank=2)),
+    )
+    assert whole.linear > adapted.linear
+    new = run(words, tmp_path / "new")
+    assert saved(new, 4) == adapted.key()
+    with monkeypatch.context() as patch:
+        patch.setattr("multipack.training.trainer.run_cost", lambda *_: whole)
+        old = run(words, tmp_path / "old")
+    assert saved(old, 4) == whole.key()
+    train(compose_run(["train.resume=true", f"out={tmp_path / 'old'}", "train.steps=6"]))
+    assert saved(old, 6) == whole.key()
+    for folder in (new, old):
+        config = compose_run(["train.resume=true", f"out={folder.parent}"])
+        found = run_cost(
+            config, shape, RunDirectory(folder.parent), load_checkpoint(folder / "step-00000004")
+        )
+        assert found.flops([5, 9]) == adapted.flops([5, 9])
+
+
 @pytest.fixture
 def exported(words, tmp_path):
     """Words of a run on a base in Hugging Face's format."""
@@ -240,6 +272,7 @@ def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not computed here"),
         ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path=meta/x is no folder here"),
         ({"r": 5}, "is an adapter of another model"),
+        ({"base_model_name_or_path": str(tmp_path / "adapter")}, "base_model_name_or_path leads back to"),
     ):
         file.write_text(json.dumps(good | changes))
         with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method
 from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
 from multipack.training.run_config import Config, compose, resolve_weights, saved_shape
 from multipack.words import ConfigError, as_text, changed_words, flatten, merge, read_yaml, split
@@ -26,6 +27,7 @@ class PlanCommand:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     cost: str = ""
     """File of a cost model fitted to measured times (JSON of `multipack calibrate`); empty = the model's FLOPs."""
     world_size: int = 1
@@ -76,7 +78,7 @@ class PlanCommand:
             FileNotFoundError: there is no such file.
         """
         if not self.cost:
-            return CostModel.from_shape(self.model)
+            return CostModel.from_shape(self.model, adapter=self.adapter)
         if not Path(self.cost).is_file():
             raise FileNotFoundError(
                 f"cost={self.cost} is not a file; use a cost model of `multipack calibrate`"
@@ -173,7 +175,7 @@ def is_of_training(word: str) -> bool:
     """Whether a word is a setting of `multipack train` and none of `multipack plan`."""
     key, _ = translate(*split(word))
     others = {each.name for each in fields(Config)} - {each.name for each in fields(PlanCommand)}
-    return key.partition(".")[0] in others or key in ("model.attention", "model.kernels")
+    return key.partition(".")[0] in (*others, "adapter") or key in ("model.attention", "model.kernels")
 
 
 def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool) -> dict[str, Any]:
@@ -185,6 +187,8 @@ def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool)
     shared = [word for word in settings if split(word)[0].partition(".")[0] in ("data", "tokenizer")]
     config = resolve_weights(compose([*training, *(shared if has_documents else [])]))
     base: dict[str, Any] = {"seed": config.train.seed, "context": config.parallel.context}
+    if config.adapter.name != "none":
+        base["adapter"] = asdict(config.adapter)
     if any(word.startswith("parallel") for word in training):
         base["sync"] = config.parallel.sync
     if not config.train.init_from:

@@ -139,7 +139,8 @@ class Candidate:
         request, work = self.request, self.work
         flops, within_host, between_hosts = request.speeds
         packs = packs_of(request.lengths, request.capacity, request.document_tokens)
-        cost = CostModel.from_shape(request.model, recompute="full" if self.recompute == "full" else "flash")
+        recompute: Any = "full" if self.recompute == "full" else "flash"
+        cost = CostModel.from_shape(request.model, recompute=recompute, adapter=request.adapter)
         pack = sum(cost.flops(lengths, executed=True) for lengths in packs) / len(packs)
         compute = work.micro_batches * pack / (self.config.model_ranks * flops)
         compute *= self.placed.step_mean if self.placed else 1

@@ -18,6 +18,7 @@ from multipack.planning.placement_report import ContextMeasure, measure_context
 from multipack.planning.plan import plan
 from multipack.planning.report import even
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 
 Integers = NDArray[np.int64]
 
@@ -62,13 +63,19 @@ def measures(request: AdviseRequest, config: ParallelConfig) -> list[ContextMeas
     packs = (request.lengths, request.capacity, request.document_tokens)
     size = 4 if request.dtype == "fp32" else 2
     price = config.context_flops_per_byte
-    return _measures(request.model, packs, config.context, config.tensor, price, size)
+    return _measures(request.model, request.adapter, packs, config.context, config.tensor, price, size)
 
 
 @lru_cache(maxsize=256)
 def _measures(
-    shape: ModelShape, packs: tuple[str, int, int], ranks: int, tensor: int, price: float, size: int
+    shape: ModelShape,
+    adapter: AdapterConfig,
+    packs: tuple[str, int, int],
+    ranks: int,
+    tensor: int,
+    price: float,
+    size: int,
 ) -> list[ContextMeasure]:
-    cost, prices = CostModel.from_shape(shape), Prices.of(shape, ranks, tensor, price, size)
+    cost, prices = CostModel.from_shape(shape, adapter=adapter), Prices.of(shape, ranks, tensor, price, size)
     slots = -(-packs[1] // (ranks * tensor)) * ranks * tensor
     return measure_context(packs_of(*packs), Placing(cost, ranks, prices, tensor), slots, shape, size)

@@ -76,7 +76,7 @@ class Block(nn.Module):
         with tiles, all products of the feed-forward, whose chunks are recomputed; and updates of adapters, which cost
         little and are as large as the products that they are added to.
         """
-        updates = {_inputs_outputs(each) for name, each in self.named_parameters() if name.endswith("lora_b")}
+        updates = {_transposed(each) for name, each in self.named_parameters() if name.endswith("lora_b")}
         matrices = self.feed_forward.matrices()
         if self.tiles > 1:
             return {*matrices, *updates}
@@ -215,11 +215,16 @@ def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:
 
 def _inputs_outputs(layer: Any) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer's matrix, or of this rank's part of it."""
-    per_byte, stored = (
-        (1, layer.weight) if layer.weight is not None else (layer.format.per_byte, layer.weight_codes)
-    )
-    rows, columns = (stored.to_local() if hasattr(stored, "to_local") else stored).shape
-    return per_byte * columns, rows
+    if layer.weight is not None:
+        return _transposed(layer.weight)
+    columns, rows = _transposed(layer.weight_codes)
+    return layer.format.per_byte * columns, rows
+
+
+def _transposed(matrix: Any) -> tuple[int, int]:
+    """(columns, rows) of a matrix, or of this rank's part of it."""
+    rows, columns = (matrix.to_local() if hasattr(matrix, "to_local") else matrix).shape
+    return columns, rows
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

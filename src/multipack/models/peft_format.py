@@ -20,7 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from multipack.atomic import read_file
-from multipack.hub import model_folder
+from multipack.hub import hub_name, model_folder
 from multipack.models.huggingface import modules_of, parameter_shapes
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.adapter import AdapterConfig
@@ -90,10 +90,12 @@ def to_peft(
     if shape.scores:
         whole.append("score")
         tensors[f"{_PREFIX}score.weight"] = state["score.weight"]
+    base, revision = hub_name(config.base)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if shape.scores else "CAUSAL_LM",
-        "base_model_name_or_path": config.base,
+        "base_model_name_or_path": base,
+        **({"revision": revision} if revision else {}),
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
@@ -112,14 +114,29 @@ def peft_base(folder: Path) -> Path:
     """The folder of the model that an adapter in peft's format belongs to.
 
     Raises:
-        ValueError: adapter_config.json names no folder.
+        ValueError: adapter_config.json names no folder, or bases form a circle.
     """
-    name = str(read_json(folder / PEFT_CONFIG).get("base_model_name_or_path") or "")
+    found = base = _base_of(folder)
+    seen = {folder.resolve()}
+    while (base / PEFT_CONFIG).is_file():
+        if base.resolve() in seen:
+            raise ValueError(
+                f"{folder / PEFT_CONFIG}: base_model_name_or_path leads back to {base}: name a model there"
+            )
+        seen.add(base.resolve())
+        base = _base_of(base)
+    return found
+
+
+def _base_of(folder: Path) -> Path:
+    """What base_model_name_or_path of an adapter names."""
+    given = read_json(folder / PEFT_CONFIG)
+    name, revision = (str(given.get(key) or "") for key in ("base_model_name_or_path", "revision"))
     for path in (Path(name).expanduser(), folder / name):
         if name and path.is_dir():
             return path
     try:
-        found = model_folder(name, "base_model_name_or_path")
+        found = model_folder(f"{name}@{revision}" if revision else name, "base_model_name_or_path")
     except FileNotFoundError as error:
         raise ValueError(f"{folder / PEFT_CONFIG}: {error}") from error
     if found.is_dir():

@@ -20,6 +20,7 @@ Variants change one term each:
     sliding window w     l(l+1) becomes 2·Σ_{t ≤ l} min(t, w) in the layers with a window
     recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
+    adapters             frozen matrices 4 instead of 6: no gradients of theirs; matrices of adapters 6
     constant             per document (measured models: kernel launches)
 
 Documents that share their beginning compute it once. A node of l tokens behind p others costs L*·l + l(2p + l + 1).
@@ -51,14 +52,15 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.atomic import read_file, write_atomically
 from multipack.planning.attention_pairs import AttentionPairs, windowed_pairs
 from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.matrix_flops import matrix_flops
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 
 Recompute = Literal["none", "flash", "full"]
 
 FLOPS_PER_BYTE = 1333.0
 """FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
-MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
-"""FLOPs per matrix element and token, forward and backward."""
+
 
 WEIGHTS = ("linear", "quadratic", "sliding", "constant")
 """Integer weights of the cost, in the order of its formula."""
@@ -117,6 +119,7 @@ class CostModel:
         constant: cost per document.
         recompute: what the backward pass recomputes.
         timed: measured seconds of a fitted model.
+        adapter: what is trained, for FLOPs; None = all matrices.
     """
 
     shape: ModelShape | None = field(compare=False)
@@ -127,6 +130,7 @@ class CostModel:
     constant: int = 0
     recompute: Recompute = field(default="none", compare=False)
     timed: Seconds | None = field(default=None, compare=False)
+    adapter: AdapterConfig | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Check values that may come from a file, and divide the weights by their greatest common divisor."""
@@ -147,19 +151,26 @@ class CostModel:
             object.__setattr__(self, name, getattr(self, name) // divisor)
 
     @classmethod
-    def from_shape(cls, shape: ModelShape | None = None, *, recompute: Recompute = "none") -> CostModel:
+    def from_shape(
+        cls,
+        shape: ModelShape | None = None,
+        *,
+        recompute: Recompute = "none",
+        adapter: AdapterConfig | None = None,
+    ) -> CostModel:
         """The cost model of a decoder, from its FLOPs.
 
         Args:
             shape: the decoder; None = Llama 3 8B.
             recompute: `none` counts model FLOPs, `flash` and `full` executed FLOPs (see the module).
+            adapter: which matrices are trained; None = all.
         """
         chosen = SHAPES["llama-8b"] if shape is None else shape
         if not isinstance(chosen, ModelShape):
             raise ValueError(f"cost must be a CostModel or a ModelShape, got {shape!r}")
         sliding = chosen.sliding_layers
         repeats = math.gcd(chosen.layers - sliding, sliding)  # of the same mix of layers
-        matrices = MATRIX_FLOPS[recompute] * _matrices(chosen)
+        matrices = matrix_flops(chosen, recompute, adapter)
         pair = repeats * _pair_flops(chosen, recompute)
         return cls(
             chosen,
@@ -168,6 +179,7 @@ class CostModel:
             sliding=sliding // repeats,
             window=chosen.window,
             recompute=recompute,
+            adapter=adapter,
         )
 
     @classmethod
@@ -254,7 +266,7 @@ class CostModel:
             raise ValueError(
                 "this cost model was fitted without a shape, so its FLOPs are not known: use fit(…, shape=…)"
             )
-        matrices = MATRIX_FLOPS[recompute] * _matrices(shape) * int(checked.sum())
+        matrices = matrix_flops(shape, recompute, self.adapter) * int(checked.sum())
         each = attention or AttentionPairs.of(checked, window=shape.window)
         pairs = (shape.layers - shape.sliding_layers) * int(each.pairs.sum())
         pairs += shape.sliding_layers * int(each.windowed.sum())
@@ -275,7 +287,7 @@ class CostModel:
         """Plain values for JSON."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         shape, timed = self.shape and self.shape.to_dict(), self.timed and asdict(self.timed)
-        return plain | {"shape": shape, "timed": timed}
+        return plain | {"shape": shape, "timed": timed, "adapter": self.adapter and asdict(self.adapter)}
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""
@@ -291,16 +303,15 @@ class CostModel:
         """
         try:
             values = json.loads(read_file(Path(path)))
-            shape, timed = values["shape"], values["timed"]
-            made = {"shape": shape and ModelShape(**shape), "timed": timed and Seconds(**timed)}
+            shape, timed, adapter = values["shape"], values["timed"], values.get("adapter")
+            made = {
+                "shape": shape and ModelShape(**shape),
+                "timed": timed and Seconds(**timed),
+                "adapter": adapter and AdapterConfig(**adapter),
+            }
             return cls(**{**values, **made})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved cost model: {error}") from None
-
-
-def _matrices(shape: ModelShape) -> int:
-    """Number of matrix elements that a token is multiplied with, including the output layer."""
-    return shape.token_parameters + shape.d_model * (shape.scores or shape.vocabulary_size)
 
 
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:

@@ -82,7 +82,7 @@ def open_engine(
             from_main=weights is not None,
             saved=saved,
             dtypes=dtypes,
-            cost=CostModel.from_shape(shape),
+            cost=CostModel.from_shape(shape, adapter=config.adapter),
         ),
         partial(build_optimizer, config=config.optimizer, whole=whole),
         mesh,

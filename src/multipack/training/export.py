@@ -24,6 +24,7 @@ from torch import Tensor
 from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
+from multipack.hub import hub_name
 from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import config_of, scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
@@ -121,7 +122,7 @@ def export(
         ("model", f"{config['architectures'][0]}, {parameters:,} parameters in {dtype}"),
         *((each.name, f"{each.stat().st_size:,} bytes") for each in sorted(folder.iterdir())),
         ("chat template", template.name if template is not None else "none"),
-        *([("frozen weights", adapter.config.base)] if adapter is not None else []),
+        *([("frozen weights", " at ".join(filter(None, hub_name(adapter.config.base))))] if adapter else []),
         *(("note", note) for note in _notes(shape, tokenizer) + _quantized_notes(trained, adapter)),
     ]
 
@@ -148,9 +149,11 @@ def loading_code(folder: Path) -> str:
     if is_peft(folder):
         scores = read_json(folder / PEFT_CONFIG).get("task_type") == "SEQ_CLS"
         kind, more = ("SequenceClassification", ", num_labels=1") if scores else ("CausalLM", "")
+        base, revision = hub_name(str(peft_base(folder)))
+        more += f", revision={revision!r}" if revision else ""
         return (
             f"from peft import PeftModel\nfrom transformers import AutoModelFor{kind}\n"
-            f"base = AutoModelFor{kind}.from_pretrained({str(peft_base(folder))!r}{more})\n"
+            f"base = AutoModelFor{kind}.from_pretrained({base!r}{more})\n"
             f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
         )
     scores = scores_of(read_json(folder / CONFIG))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.training.checkpoint import Checkpoint
 from multipack.training.run_config import Config
 
 COST_FILE = "cost.json"
@@ -16,14 +18,28 @@ NOISY = 0.2
 """Relative error of a fit above which reports warn; 0.04 to 0.10 are typical."""
 
 
-def run_cost(config: Config, shape: ModelShape, run: RunDirectory) -> CostModel:
-    """The cost model that a run plans with: FLOPs of its shape, or a calibrated file.
+def run_cost(
+    config: Config, shape: ModelShape, run: RunDirectory, checkpoint: Checkpoint | None = None
+) -> CostModel:
+    """The cost model that a run plans with: FLOPs of its shape and of what is trained, or a calibrated file.
+
+    Runs with adapters of earlier versions were planned as if all matrices were trained: resumed ones keep that plan.
 
     Raises:
         ValueError: the file is missing or damaged.
     """
+    adapter = config.adapter
     if config.plan.cost == "flops":
-        return CostModel.from_shape(shape)
+        cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)
+        saved = checkpoint.progress.get("data") if checkpoint else None
+        options = saved.get("options") if isinstance(saved, dict) else None
+        was_whole = isinstance(options, dict) and options.get("cost") == whole.key()
+        return replace(whole, adapter=adapter) if was_whole else cost
+    return replace(_measured(config, run), adapter=adapter)
+
+
+def _measured(config: Config, run: RunDirectory) -> CostModel:
+    """The cost model in a file; see `run_cost`."""
     if config.train.resume == "false":
         return CostModel.load(config.plan.cost)
     file = run.path / COST_FILE
@@ -47,7 +63,7 @@ def cost_rows(model: CostModel) -> list[tuple[str, str]]:
     timed = model.timed
     if timed is None:
         return []
-    flops = CostModel.from_shape(model.shape)
+    flops = CostModel.from_shape(model.shape, adapter=model.adapter)
     return [
         (
             "measured times",

@@ -94,7 +94,7 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
                 reason, _, remedy = reason.removeprefix(f"{path} ").partition(": ")
                 yield Finding(path.name, "fail", reason, remedy)
                 continue
-            remedy = f"restore it from a copy, or remove it: rm -r {quote(str(path))}"
+            remedy = f"restore it from a copy, or remove it: rm -r {shlex.quote(str(path))}"
             yield Finding(path.name, "fail", reason, remedy)
     newest = max(opened, default="")
     files = opened[newest].progress["files"] if newest else {}
@@ -105,13 +105,13 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[F
     for pointer, needed in ((run.latest, True), (run.best, False)):
         if not pointer.is_file():
             if needed and newest:
-                remedy = f"echo {newest} > {quote(str(pointer))}"
+                remedy = f"echo {newest} > {shlex.quote(str(pointer))}"
                 yield Finding(
                     pointer.name, "warn", "missing; the newest complete checkpoint is taken", remedy
                 )
             continue
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        where = quote(str(pointer))
+        where = shlex.quote(str(pointer))
         remedy = f"echo {newest} > {where}" if needed and newest else f"rm {where}"
         if name in opened or name in foreign:
             yield Finding(pointer.name, "ok", name)

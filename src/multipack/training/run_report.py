@@ -17,6 +17,7 @@ import torch
 import multipack
 from multipack.data.corpus import Corpus
 from multipack.data.skipped import counted, skipped_lines
+from multipack.hub import hub_name
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.ops.lora import FORMATS
@@ -257,7 +258,7 @@ def _adapter_rows(run: Trainer) -> Rows:
             f" {trained:,} parameters trained ({100 * trained / count:.2g} %){whole}"
             f"{_quantized_text(adapter, shapes, count - trained)}",
         ),
-        ("frozen weights", adapter.base + held),
+        ("frozen weights", " at ".join(filter(None, hub_name(adapter.base))) + held),
     ]
 
 

@@ -120,7 +120,7 @@ class Trainer(StepApplier):
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.objective.config = config
-        self.cost_model = run_cost(config, self.shape, self.run)
+        self.cost_model = run_cost(config, self.shape, self.run, self.resumed)
         before = resumed or (initial.folder if initial else None)
         if before is None and foreign:
             before = Path(config.model.architecture)

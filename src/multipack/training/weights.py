@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
+from multipack.hub import hub_name
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.huggingface import decoder_shape, parameter_shapes
@@ -234,7 +235,7 @@ def adapt_weights(
         rows[new] = before[sorted(known)].mean(dim=0)
         return rows
 
-    note = f"starts with the weights of {initial.folder}"
+    note = f"starts with the weights of {' at '.join(filter(None, hub_name(str(initial.folder))))}"
     if initial.step is not None:
         note += f" (step {initial.step:,})"
     if shape.scores and not initial.shape.scores:

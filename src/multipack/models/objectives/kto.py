@@ -5,7 +5,7 @@ undesirable   λ_U (1 − σ(β (z − r)))     z = max(0, mean of π − ρ of 
 
 A mismatched answer is that of another record after the same prompt; the mean of their ratios estimates the divergence
 of the model from the reference. It is taken over the last global step, so that a loss needs no other rank; before the
-first step it is 0, and exact.
+first step it is 0, and exact. TRL takes it over the batch itself.
 """
 
 from __future__ import annotations
