@@ -221,7 +221,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
     ) -> Any:
         """As the host does; in evaluation the mean over this rank's targets, which are added up."""
         if self.model.training:
-            with document_noise(self.model, self._noise, inputs["position_ids"]):
+            with document_noise(self.model, self._noise, inputs.get("position_ids")):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         targets = int((inputs["labels"][..., 1:] != -100).sum())
         averaged, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
