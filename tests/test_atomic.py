@@ -58,7 +58,7 @@ def test_a_folder_appears_at_the_end_or_not_at_all(tmp_path):
     with atomic_folder(path) as folder:
         (folder / "a").write_text("a")
         assert not path.exists()
-    with pytest.raises(FileExistsError, match="another process .*made'"), atomic_folder(path) as folder:
+    with pytest.raises(FileExistsError, match=r"another process .*made'"), atomic_folder(path) as folder:
         (folder / "b").write_text("b")
     assert [file.name for file in path.iterdir()] == ["a"]
     assert list(tmp_path.iterdir()) == [path]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
 import re
+import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -37,9 +42,30 @@ def explain_missing(error: ModuleNotFoundError, user: str) -> ImportError:
     return _missing(package, user, EXTRAS[package]) if package in EXTRAS else error
 
 
-def _missing(package: str, user: str, extra: str) -> ImportError:
+class MissingExtra(ImportError):
+    """A package that an extra of multipack installs is missing; the message is one line that names the extra."""
+
+
+def _missing(package: str, user: str, extra: str) -> MissingExtra:
     name = package.replace("_", "-")
-    return ImportError(f'{user} needs the package {name}: pip install "multipack[{extra}]"', name=package)
+    return MissingExtra(f"{user} needs the package {name}: {install_words(extra)}", name=package)
+
+
+def install_words(extra: str) -> str:
+    """The pip command that adds an extra to multipack from where it was installed: a folder, a repository, an index."""
+    place: dict[str, Any] = {}
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        text = importlib.metadata.distribution("multipack").read_text("direct_url.json")
+        place = json.loads(text) if text else {}
+    url = str(place.get("url", ""))
+    if url.startswith("file:") and "dir_info" in place:
+        editable = "-e " if place["dir_info"].get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    if source := place.get("vcs_info", {}):
+        url = (
+            f"{source.get('vcs', 'git')}+{url}@{source.get('requested_revision') or source.get('commit_id')}"
+        )
+    return f"pip install {shlex.quote(f'multipack[{extra}]' + (f' @ {url}' if url else ''))}"
 
 
 def available_memory() -> int | None:
