@@ -64,6 +64,7 @@ def _json(path: Path) -> dict[str, Any]:
 def read_transformers(path: str) -> Vocabulary:
     """The tokenizer of `AutoTokenizer.from_pretrained(path)`, which must have a fast version."""
     transformers = import_extra("transformers", "tokenizer.kind=transformers", "transformers")
+    transformers.logging.set_verbosity_error()  # its notes have names of the folder's files
     folder = Path(path).expanduser()
     try:
         loaded = from_folder(transformers.AutoTokenizer, str(folder) if folder.exists() else path)
