@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import multipack
 from multipack.cli import app, main
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
@@ -34,6 +35,11 @@ def fails(monkeypatch, capsys, *words):
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_the_version(run, word):
+    assert run(word).output == f"{multipack.__version__}\n"
 
 
 def test_help_and_settings_fit_80_columns(run, monkeypatch):

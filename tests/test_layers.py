@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from multipack.machine import install_words
 
 WITHOUT = """
 import sys
@@ -83,7 +86,7 @@ def planner(lengths):
 def test_the_planner_needs_numbers_only(planner):
     for line, name in zip(planner["names"], ("Decoder", "PackedCollator", "TokenStore"), strict=True):
         assert line.startswith(f"multipack.{name} needs the package ")
-        assert line.endswith(': pip install "multipack[train]"')
+        assert line.endswith("[train]'")
 
 
 def test_commands_of_the_planner_need_numbers_only(planner):
@@ -97,7 +100,7 @@ def test_other_commands_name_the_extra(planner):
     for (code, _, error), (name, *_) in zip(planner["commands"][len(PLANS) :], TENSORS, strict=True):
         assert (code, error.count("\n")) == (2, 1)
         assert f"multipack {name} needs the package " in error
-        assert error.endswith(': pip install "multipack[train]"\n')
+        assert error.endswith("[train]'\n")
 
 
 def test_samplers_and_collators_need_torch_only_and_a_host_names_its_extra():
@@ -114,7 +117,7 @@ from multipack.integrations.transformers import PackedTrainer
 """
     found = run(code, TRAINER - {"torch"} | {"omegaconf", "typer", "rich"})
     last = found.stderr.splitlines()[-1]
-    assert last.endswith('needs the package transformers: pip install "multipack[hf]"'), found.stderr
+    assert last.endswith("[hf]'"), found.stderr
 
 
 @pytest.mark.slow
@@ -122,4 +125,35 @@ from multipack.integrations.transformers import PackedTrainer
 def test_other_hosts_name_the_extra(host, name):
     found = run(f"from multipack.integrations.{host} import {name}", {host})
     last = found.stderr.splitlines()[-1]
-    assert last.endswith(f'needs the package {host}: pip install "multipack[{host}]"')
+    assert last.endswith(f"[{host}]'")
+
+
+GIT = {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "1f3a"}}
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ({"url": "file:///my%20code", "dir_info": {"editable": True}}, "pip install -e '/my code[train]'"),
+        ({"url": "file:///code", "dir_info": {}}, "pip install '/code[train]'"),
+        (GIT, "pip install 'multipack[train] @ git+https://host/a.git@1f3a'"),
+        (
+            {"url": "file:///a/multipack.whl", "archive_info": {}},
+            "multipack[train] @ file:///a/multipack.whl'",
+        ),
+        (None, "pip install 'multipack[train]'"),
+    ],
+)
+def test_words_to_install_an_extra_fit_how_the_package_was_installed(monkeypatch, installed, words):
+    text = None if installed is None else json.dumps(installed)
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
+    assert install_words("train").endswith(words)
+
+
+def test_doctor_says_first_that_this_machine_only_plans():
+    code = "import os; from multipack.launch.doctor import examine; "
+    code += "print(*(f'{one.name}: {one.detail}' for one in examine(os.environ, quick=True)), sep='\\n')"
+    found = run(code, TRAINER).stdout
+    assert found.splitlines()[0].startswith("multipack: planning only; training needs the package torch: pip")
+    assert "launchers: torchrun" not in found

@@ -92,6 +92,13 @@ def test_published_parameter_counts():
         assert SHAPES[name].total_parameters / 1e9 == pytest.approx(billions, rel=1e-3), name
 
 
+def test_an_unknown_preset_is_answered_with_the_nearest():
+    with pytest.raises(KeyError, match=r"llama-9b .*llama-8b"):
+        SHAPES["llama-9b"]
+    assert "llama-9b" not in SHAPES
+    assert SHAPES.get("llama-9b") is None
+
+
 def test_published_active_parameters():
     """Blocks and output layer; models count their input embedding here, or do not."""
     for name, billions in (("mixtral-8x7b", 12.88), ("gpt-oss-20b", 3.61), ("deepseek-v3", 37.55)):

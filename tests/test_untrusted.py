@@ -149,7 +149,12 @@ def test_no_command_shows_what_a_terminal_obeys(foreign_run, tmp_path, monkeypat
 
     other = shutil.copytree(foreign_run, tmp_path / "other")
     (other / "config.yaml").write_text(json.dumps({"train": {"steps": 3}, f"own{ESCAPES}": ESCAPES * 2}))
+    config = tmp_path / "axolotl.yml"
+    config.write_text(
+        json.dumps({"base_model": "a/b", f"key{ESCAPES}": ESCAPES, "datasets": [{"path": "c"}]})
+    )
     commands = [
+        ["import-config", str(config)],
         ["report", str(foreign_run)],
         ["report", str(foreign_run), str(other)],
         ["report", str(foreign_run), str(other), "-o", str(tmp_path / "a.md")],

@@ -16,8 +16,8 @@ from typing import Any
 
 from multipack.atomic import atomic_folder, cache_folder, locked
 from multipack.checksums import checksum, remembered
-from multipack.machine import foreign_errors, import_extra
-from multipack.untrusted import from_folder
+from multipack.machine import import_extra
+from multipack.untrusted import foreign_errors, from_folder
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files that are fetched, outside of subfolders."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 Status = Literal["ok", "warn", "fail"]
-MOST_REASON = 400
-"""Characters of the reason that another library states for an error."""
-_REASONS = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
 
 EXTRAS = dict.fromkeys(("torch", "tokenizers", "safetensors", "jinja2"), "train")
 """Package → the extra of multipack that installs it, for those that modules import when they are loaded."""
@@ -42,32 +42,30 @@ def explain_missing(error: ModuleNotFoundError, user: str) -> ImportError:
     return _missing(package, user, EXTRAS[package]) if package in EXTRAS else error
 
 
-def _missing(package: str, user: str, extra: str) -> ImportError:
+class MissingExtra(ImportError):
+    """A package that an extra of multipack installs is missing; the message is one line that names the extra."""
+
+
+def _missing(package: str, user: str, extra: str) -> MissingExtra:
     name = package.replace("_", "-")
-    return ImportError(f'{user} needs the package {name}: pip install "multipack[{extra}]"', name=package)
+    return MissingExtra(f"{user} needs the package {name}: {install_words(extra)}", name=package)
 
 
-@contextmanager
-def foreign_errors(where: str) -> Iterator[None]:
-    """Context in which another library reads a file that may be damaged or hostile, and so may fail in any way.
-
-    Raises:
-        ValueError: the library raised anything but an interrupt; one line that begins with `where`.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # a panic of a library in Rust is no `Exception`
-        raise ValueError(f"{where}: {reason_of(error)}") from error
-
-
-def reason_of(error: BaseException) -> str:
-    """The message of an error on one line, with its kind unless the message is one that people read."""
-    kind, text = type(error).__name__, " ".join(str(error).split())
-    text = text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
-    is_plain = text and isinstance(error, ValueError | OSError | RuntimeError)
-    return _REASONS.get(kind) or (text if is_plain else f"{kind} {text}".rstrip())
+def install_words(extra: str) -> str:
+    """The pip command that adds an extra to multipack from where it was installed: a folder, a repository, an index."""
+    place: dict[str, Any] = {}
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        text = importlib.metadata.distribution("multipack").read_text("direct_url.json")
+        place = json.loads(text) if text else {}
+    url = str(place.get("url", ""))
+    if url.startswith("file:") and "dir_info" in place:
+        editable = "-e " if place["dir_info"].get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    if source := place.get("vcs_info", {}):
+        url = (
+            f"{source.get('vcs', 'git')}+{url}@{source.get('requested_revision') or source.get('commit_id')}"
+        )
+    return f"pip install {shlex.quote(f'multipack[{extra}]' + (f' @ {url}' if url else ''))}"
 
 
 def available_memory() -> int | None:

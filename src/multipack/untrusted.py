@@ -1,10 +1,15 @@
-"""What others wrote, at the two places where it could do something: a terminal, and the loaders of transformers."""
+"""What others wrote: their text on a terminal, errors of libraries that read their files, loaders of transformers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+MOST_REASON = 400
+"""Characters of the reason that another library states for an error."""
+_REASONS = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
 _UNSHOWN = re.compile(
     # Control characters but tab and line feed; ends of lines of Unicode; what reverses the order of characters, so that
     # a line reads otherwise than it is; halves of pairs, which no stream can encode.
@@ -25,6 +30,29 @@ def one_line(text: object) -> str:
 def printable_json(text: str) -> str:
     """JSON with the same values, in which control characters are escaped."""
     return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+@contextmanager
+def foreign_errors(where: str) -> Iterator[None]:
+    """Context in which another library reads a file that may be damaged or hostile, and so may fail in any way.
+
+    Raises:
+        ValueError: the library raised anything but an interrupt; one line that begins with `where`.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+        raise ValueError(f"{where}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, with its kind unless the message is one that people read."""
+    kind, text = type(error).__name__, one_line(" ".join(str(error).split()))
+    text = text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
+    is_plain = text and isinstance(error, ValueError | OSError | RuntimeError)
+    return _REASONS.get(kind) or (text if is_plain else f"{kind} {text}".rstrip())
 
 
 def from_folder(kind: Any, source: Any, **options: Any) -> Any:

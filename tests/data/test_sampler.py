@@ -23,6 +23,11 @@ def sampler(rank=0, world_size=1, lengths=LENGTHS, **options):
     return PackedBatchSampler(lengths, rank=rank, world_size=world_size, **(OPTIONS | options))
 
 
+def test_a_sampler_says_what_it_yields():
+    assert repr(made := sampler(1, 2)).startswith("PackedBatchSampler(rank 1 of 2, ")
+    assert f"{len(LENGTHS)} documents" in repr(made)
+
+
 def epochs(made, numbers):
     out = []
     for epoch in numbers:

@@ -324,7 +324,7 @@ def test_bad_parquet_files_and_rows_are_named(write_parquet, config, tmp_path, m
     with pytest.raises(ValueError, match=r"no field 'reply', .*\(it has prompt, answer, id\)"):
         read(path, fields=["prompt", "reply"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"data\.source=parquet needs .*multipack\[parquet\]"):
+    with pytest.raises(ImportError, match=r"data\.source=parquet needs .*\[parquet\]"):
         read(path)
 
 
@@ -369,7 +369,7 @@ def test_parts_of_a_data_set_are_selected_by_name(datasets, config, tmp_path, mo
     with pytest.raises(ValueError, match=r"data\.path=.*set, "):
         read()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"data\.source=huggingface needs .*multipack\[huggingface\]"):
+    with pytest.raises(ImportError, match=r"data\.source=huggingface needs .*\[huggingface\]"):
         read()
 
 

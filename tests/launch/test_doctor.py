@@ -46,7 +46,7 @@ def test_packages_that_are_missing_or_old_come_with_their_command(monkeypatch):
     assert named["", "torch"].status == "fail"
     assert named["", "no-such-package"].remedy == "pip install 'no-such-package>=1'"
     assert named["", "other extras"].status == "ok"
-    assert named["", "other extras"].detail == 'x: not installed (pip install "multipack[NAME]")'
+    assert named["", "other extras"].detail.startswith("x: not installed (pip install ")
     assert len(named) == 4
     assert doctor._numbers("2.13.0+cpu") > doctor._numbers("2.11") > doctor._numbers("2.9")
 

@@ -147,4 +147,4 @@ def test_liger_is_refused_with_the_reason(liger, monkeypatch):
     refused("parallel.tensor=2", "parallel.tensor=2")
     refused("train.compile=true", "train.compile=true")
     monkeypatch.setitem(sys.modules, MODULE, None)
-    refused(r"multipack\[liger\]")
+    refused(r"\[liger\]")

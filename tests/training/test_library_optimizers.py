@@ -99,5 +99,5 @@ def test_divided_tensors_are_refused(more):
 def test_a_missing_package_is_named(name, monkeypatch):
     package = CLASSES[name][0].partition(".")[0]
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"optimizer.name={name} needs .*multipack\[{package}\]"):
+    with pytest.raises(ImportError, match=rf"optimizer.name={name} needs .*\[{package}\]"):
         build_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(name=name))

@@ -127,7 +127,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
     assert tuple(TRACKERS) == TRACKER_NAMES
     for name in TRACKER_NAMES:
         monkeypatch.setitem(trackers.TRACKERS, name, ("no_such_package", None))
-        with pytest.raises(ValueError, match=rf'track\.to={name} needs .*pip install "multipack\[{name}\]"'):
+        with pytest.raises(ValueError, match=rf"track\.to={name} needs .*pip install .*\[{name}\]"):
             check_trackers(TrackConfig(to=[name]))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from multipack.cli.advise_command import advise
 from multipack.cli.bench_command import collectives
-from multipack.cli.command_options import add_commands, fail
+from multipack.cli.command_options import add_commands, fail, option
 from multipack.cli.import_command import import_config
 from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import evaluate, export, generate, version
@@ -20,7 +20,7 @@ from multipack.cli.probe_command import probe
 from multipack.cli.recipe_command import recipe
 from multipack.cli.run_commands import audit, report, watch
 from multipack.cli.train_commands import calibrate, config, prepare, train
-from multipack.machine import explain_missing
+from multipack.machine import MissingExtra, explain_missing
 from multipack.parallel.ranks import is_reported
 
 app = typer.Typer(
@@ -32,6 +32,23 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes 0.3 s to import
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, option("Print the version.", "--version", "-V", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options without a command."""
+
+
 add_commands(app, train, config, prepare, plan, pack, calibrate, evaluate, generate, export)
 add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor, version)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -65,8 +82,8 @@ def main() -> None:
         # Typer uses its own copy of click or the installed one, so click's exceptions are recognized by their names.
         if isinstance(error, ModuleNotFoundError):
             error = explain_missing(error, " ".join(["multipack", *sys.argv[1:2]]))
-        if isinstance(error, ImportError) and "multipack[" in str(error):
-            fail(str(error), 2)  # an optional dependency is missing, and the message names it
+        if isinstance(error, MissingExtra):
+            fail(str(error), 2)
         if hasattr(error, "format_message"):
             _exit_with_usage(error)
         if is_reported(error):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from multipack.cli.command_options import Json, argument, print_json
+from multipack.untrusted import printable
 
 
 def import_config(
@@ -33,6 +34,7 @@ def import_config(
     if as_json:
         print_json(asdict(found))
     else:
-        typer.echo(found.to_yaml(), nl=False)
+        lines = found.to_yaml().split("\n")  # keys of the file are in comments; YAML has escaped its values
+        typer.echo("\n".join(printable(each) if each.startswith("#") else each for each in lines), nl=False)
     if found.lacking:
         sys.exit(1)

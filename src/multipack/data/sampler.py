@@ -187,6 +187,12 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self._position = 0  # micro-batches of this epoch that were yielded
         self._resume = 0  # where the next iterator starts
 
+    def __repr__(self) -> str:
+        return (
+            f"PackedBatchSampler(rank {self.rank} of {self.world_size}, {self.steps_per_epoch:,} steps of"
+            f" {self.micro_batches} micro-batches an epoch, {self._num_documents:,} documents, epoch {self.epoch})"
+        )
+
     @property
     def plan(self) -> Plan:
         """The current epoch's plan; with `tail="carry"` the epochs before it are planned too, if necessary."""

@@ -40,7 +40,8 @@ from multipack.data.texts import (
     find_files,
     json_records,
 )
-from multipack.machine import import_extra, reason_of
+from multipack.machine import import_extra
+from multipack.untrusted import reason_of
 
 
 class SourceFile(NamedTuple):

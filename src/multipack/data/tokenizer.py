@@ -30,7 +30,7 @@ from multipack.data.vocabularies import (
     read_file,
     without_prefix,
 )
-from multipack.machine import foreign_errors, reason_of
+from multipack.untrusted import foreign_errors, reason_of
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")

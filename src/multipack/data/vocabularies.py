@@ -20,8 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from multipack import atomic
-from multipack.machine import foreign_errors, import_extra
-from multipack.untrusted import from_folder
+from multipack.machine import import_extra
+from multipack.untrusted import foreign_errors, from_folder
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
@@ -64,6 +64,7 @@ def _json(path: Path) -> dict[str, Any]:
 def read_transformers(path: str) -> Vocabulary:
     """The tokenizer of `AutoTokenizer.from_pretrained(path)`, which must have a fast version."""
     transformers = import_extra("transformers", "tokenizer.kind=transformers", "transformers")
+    transformers.logging.set_verbosity_error()  # its notes have names of the folder's files
     folder = Path(path).expanduser()
     with foreign_errors(f"tokenizer.path={path}: transformers loads no tokenizer from it"):
         if (folder / "tokenizer.json").is_file():

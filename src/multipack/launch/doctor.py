@@ -6,6 +6,7 @@ An exception in a check is reported as a finding. Checks that may hang run in su
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.launch.allocation import find_allocation, find_launchers
-from multipack.machine import Finding, Status, explain_missing
+from multipack.machine import Finding, Status, explain_missing, install_words
 from multipack.parallel.ranks import LAUNCHERS, find_ranks
 
 LEAST_FREE_BYTES = 1 << 30
@@ -70,8 +71,18 @@ def examine(
     return found
 
 
+def _can_train() -> bool:
+    """Whether torch is installed, without importing it."""
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("torch") is not None
+    return False
+
+
 def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the versions of Python and of the packages that multipack's metadata requires."""
+    if not _can_train():
+        detail = f"planning only; training needs the package torch: {install_words('train')}"
+        yield Finding("multipack", "ok", detail)
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
     required: list[str] = []
@@ -84,7 +95,7 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
         name, least, extra = match.groups("")
         if extra in ("dev", "bench"):
             continue
-        install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
+        install = install_words(extra) if extra else f"pip install '{name}>={least}'"
         version = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
@@ -98,9 +109,7 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
     for extra, found in present.items():
         yield Finding(f"extra {extra}", "ok", ", ".join(found))
     if missing := [extra for extra in extras if extra and extra not in present]:
-        yield Finding(
-            "other extras", "ok", f'{", ".join(missing)}: not installed (pip install "multipack[NAME]")'
-        )
+        yield Finding("other extras", "ok", f"{', '.join(missing)}: not installed ({install_words('NAME')})")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -173,7 +182,8 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("ranks", "fail", str(error), "unset variables left over from another launcher")
     launchers = [f"{name} ({flavor})" for name, flavor in find_launchers(environment).items()]
-    yield Finding("launchers", "ok", ", ".join(["torchrun", *launchers]))
+    torchrun = ["torchrun"] if _can_train() else []  # that of the package, with or without a PATH
+    yield Finding("launchers", "ok", ", ".join(torchrun + launchers) or "none")
     try:
         allocation = find_allocation(environment)
     except (ValueError, OSError) as error:

@@ -37,11 +37,11 @@ from multipack.data.batch import PackedBatch, check_tokens
 from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import check_rotations
 from multipack.integrations.rollouts import model_inputs
-from multipack.machine import foreign_errors, import_extra, reason_of
+from multipack.machine import import_extra
 from multipack.shapes import SIZES, ModelShape, RotationLimit, rotation_limit
 from multipack.shapes.config_json import check_sizes
 from multipack.shapes.json_values import read_json
-from multipack.untrusted import config_from_folder, from_folder
+from multipack.untrusted import config_from_folder, foreign_errors, from_folder, reason_of
 
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""

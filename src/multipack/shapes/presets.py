@@ -5,9 +5,11 @@ Sources are the models' config.json files. This module imports neither torch nor
 
 from __future__ import annotations
 
+import difflib
 import math
-from typing import Any
+from typing import Any, TypeVar
 
+Shape = TypeVar("Shape")
 Fields = dict[str, Any]
 """Field of `ModelShape` → value."""
 
@@ -132,3 +134,11 @@ PRESETS: dict[str, Fields] = {
 }
 """Presets: two small shapes for tests and first runs, then published models. Those with experts are for planning only
 (`mixtral-8x7b`, `gpt-oss-20b`, and `deepseek-v3` without its head for multi-token prediction)."""
+
+
+class Presets(dict[str, Shape]):
+    """Values by the name of a preset; an unknown name is answered with the nearest ones."""
+
+    def __missing__(self, name: str) -> Shape:
+        near = difflib.get_close_matches(str(name), self, 3, 0.0)
+        raise KeyError(f"{name} is no preset; the nearest are {', '.join(near)}")

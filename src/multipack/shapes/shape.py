@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from multipack.shapes.config_json import MOST_LAYERS, MOST_WIDTH, fields_of
 from multipack.shapes.families import BY_TYPE
-from multipack.shapes.presets import PRESETS
+from multipack.shapes.presets import PRESETS, Presets
 from multipack.shapes.rotation import RotationLimit
 
 Activation = Literal["gelu", "swiglu", "geglu"]
@@ -396,7 +396,5 @@ OPTIONAL: tuple[str, ...] = (
     *(name for names in _DEPENDENT.values() for name in names if name not in _LOWEST),
 )
 """Counts that are 0 in a language model with equal dense layers and full rotation."""
-
-
-SHAPES: dict[str, ModelShape] = {name: ModelShape(**fields) for name, fields in PRESETS.items()}
+SHAPES: dict[str, ModelShape] = Presets({name: ModelShape(**fields) for name, fields in PRESETS.items()})
 """Presets. Those with experts are for planning only."""

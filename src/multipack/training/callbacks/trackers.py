@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from multipack.machine import install_words
 from multipack.training.callbacks.callback import Callback
 from multipack.training.settings import TrackConfig
 from multipack.words import flatten
@@ -231,7 +232,7 @@ def check_trackers(config: TrackConfig) -> None:
             import_module(TRACKERS[name][0])
         except ImportError as error:
             raise ValueError(
-                f'track.to={name} needs its package ({error}): pip install "multipack[{name}]", or leave it out'
+                f"track.to={name} needs its package ({error}): {install_words(name)}, or leave it out"
             ) from error
 
 
