@@ -119,14 +119,14 @@ class Drill:
                     if not known:
                         file.write_bytes(original)
                         finish()
-                        known.append(read())
+                        known.append(repr(read()))
                     mutant = mutate(original, draw)
                 except (ValueError, OSError) as error:
                     raise AssertionError(f"the original is refused: {error}") from error
                 file.write_bytes(mutant)
                 finish()
-                value = read()
-                return "accepted" if value is None else "equal" if value == known[0] else "different"
+                value = repr(read())
+                return "accepted" if value == "None" else "equal" if value == known[0] else "different"
 
             found, lost = run_all(attempt, count, f"{name} {mutate.__name__}")
             self._total.update(found)

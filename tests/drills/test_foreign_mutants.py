@@ -505,7 +505,7 @@ def settings(folder):
         config.check(1)
         for group, values in read_yaml(file).items():
             for name, value in values.items() if isinstance(values, dict) else ():
-                kept = getattr(getattr(config, group), name)
+                kept = getattr(getattr(config, group), name, "no setting")
                 texts = list(map(str, value)) if isinstance(value, list) else str(value)
                 same = kept == value or texts in (kept, str(kept)) or (value is None and not kept)
                 with contextlib.suppress(TypeError, ValueError, OverflowError):

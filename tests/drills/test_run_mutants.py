@@ -35,7 +35,7 @@ def test_settings(drill, tmp_path):
     file.write_text(json.dumps(tree))
     words.write_text(
         "model=tiny data=jsonl data.path=a.jsonl data.fields=[a,b] train.steps=3 optimizer.lr=1e-3"
-        " tokenizer=byte plan.capacity=512 optimizer.rules=[a lr=1] out=somewhere train.dtype=fp32"
+        " tokenizer=byte plan.capacity=512 optimizer.warmup_steps=2 out=somewhere train.dtype=fp32"
     )
 
     def read():
@@ -85,7 +85,7 @@ def test_cost_models_and_hosts(drill, tmp_path):
     file, hosts = tmp_path / "cost.json", tmp_path / "hosts"
     CostModel.from_shape(ModelShape(vocabulary_size=300)).save(file)
     drill("cost", file, [(of_bytes, 100), (of_json, 300)], lambda: CostModel.load(file).cost(np.arange(1, 9)))
-    hosts.write_text("node1 slots=8\nnode[2-4] slots=8\n# comment\n")
+    hosts.write_text("node1 slots=8\nnode2:4\n# comment\n")
     drill(
         "hosts", hosts, [(of_text, 150)], lambda: parse_hostfile(hosts.read_text(errors="replace"), "hosts")
     )
