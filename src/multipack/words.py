@@ -21,6 +21,7 @@ import ast
 import difflib
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -39,8 +40,8 @@ Pair = tuple[str, str]
 """(key, value) of a word."""
 Translate = Callable[[str, Any], tuple[str, Any]]
 """(key, value) of a word or of a file → (key, value) of the schema."""
-LARGEST = 1e18
-"""Largest number of a setting; OmegaConf takes ??? as a missing value, and so it is none either."""
+LARGEST = 1 << 62
+"""Largest whole number of a setting."""
 _MOST_BYTES, _MOST_LEVELS = 1 << 20, 32
 """Bytes and nested levels of a YAML file: its parser would crash on a file of thousands of levels."""
 
@@ -284,15 +285,20 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+        # OmegaConf takes ??? as a missing value.
         if value == "???" or not _is_ordinary(OmegaConf.select(tree, key)):
-            raise ConfigError(f"{key}={str(value)[:40]}: must be a finite value of at most {LARGEST:.0e}")
+            raise ConfigError(f"{key}={str(value)[:40]}: must be a finite value (whole numbers: below 2^62)")
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Whether no number in a setting is infinite, NaN or too large for the arithmetic of any setting."""
+    """Whether no number in a setting is infinite, NaN or a whole number that no arithmetic here takes."""
     if isinstance(value, ListConfig):
         return all(map(_is_ordinary, value))
-    return not isinstance(value, int | float) or abs(value) <= LARGEST
+    return (
+        abs(value) < LARGEST
+        if isinstance(value, int)
+        else not isinstance(value, float) or math.isfinite(value)
+    )
 
 
 def _interpolates(value: Any) -> bool:

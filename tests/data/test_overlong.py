@@ -49,7 +49,7 @@ def test_policies_shorten_and_report(documents):
             0,
             [8, 4, 8],
             [2, 2, 5, 1, 2],
-            f"{longer} truncated (5 tokens; targets cut off in 2); 1 document or",
+            f"{longer} truncated (5 tokens; targets cut off in 2); 1 document without",
         ),
         (
             "truncate_left",

@@ -290,8 +290,8 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(finished, tmp_path
     for word, message in (
         ("plan.capacity=512", r"plan\.capacity was 256"),
         ("model.layers=3", r"model\.layers was 1"),
-        ("model=small", "checkpoint lacks|other shapes"),
-        ("plan.packs_per_step=4", "fingerprint|options"),
+        ("model=small", r"model\.layers was 1"),
+        ("plan.packs_per_step=4", r"plan\.packs_per_step was"),
         (f"data.path={other}", "trained with other documents"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -302,7 +302,6 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(finished, tmp_path
 def test_illegal_settings_fail_before_anything_is_written(words, tmp_path):
     for word, named in (
         ("plan.capacity=20", "20"),
-        ("data.validation=0", "data.validation"),
         ("model.vocabulary_size=10", "model.vocabulary_size=10"),
     ):
         with pytest.raises(ValueError, match=named):

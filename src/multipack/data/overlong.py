@@ -121,5 +121,6 @@ class FitReport:
                 result = f"{result.removesuffix(')')}; targets cut off in {self.cut_answers:,})"
             found.append(counted(self.documents, f"documents longer than {self.limit:,} tokens {result}"))
         if self.without_targets:
-            found.append(counted(self.without_targets, "documents without a target"))
+            noun = "pieces" if self.policy == "split" else "documents"
+            found.append(counted(self.without_targets, f"{noun} without a target"))
         return "; ".join(found)
