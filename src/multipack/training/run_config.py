@@ -280,8 +280,12 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
     packs = old.get("plan.packs_per_step", config.plan.packs_per_step)
     if config.plan.micro_batches:  # `check`, which knows the number of ranks, compares them with these packs
         config.plan = replace(config.plan, packs_per_step=packs)
-    if not config.model.vocabulary_size:  # presets leave it to the tokenizer
-        config.model = replace(config.model, vocabulary_size=old.get("model.vocabulary_size", 0))
+    # Presets leave the vocabulary to the tokenizer, and the family to the weights' folder.
+    config.model = replace(
+        config.model,
+        vocabulary_size=config.model.vocabulary_size or old.get("model.vocabulary_size", 0),
+        family=config.model.family or old.get("model.family", ""),
+    )
     if not config.data.template_date:
         config.data = replace(config.data, template_date=old.get("data.template_date", ""))
     if config.adapter.name != "none":
