@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multipack.cli.recipe_command import FOLDER
+from multipack.run import RunDirectory
 from multipack.training.run_config import compose
 from multipack.training.train import train
 
@@ -81,5 +82,5 @@ def test_characters_of_shakespeare_are_learned(shared_data, tmp_path):
         *("train.compare_padding=false", "log.every=0", f"out={tmp_path / 'run'}"),
     ]
     assert train(compose(words)).val_loss <= 1.9
-    characters = json.loads((tmp_path / "run" / "tokenizer.json").read_text())["model"]["vocab"]
-    assert len(characters) == 65
+    saved = RunDirectory(tmp_path / "run").latest_checkpoint() / "tokenizer.json"
+    assert len(json.loads(saved.read_text())["model"]["vocab"]) == 65  # characters
