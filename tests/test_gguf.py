@@ -90,7 +90,7 @@ def test_a_gguf_file_is_read_everywhere(tmp_path, monkeypatch):
     with torch.no_grad():
         expected = theirs(torch.tensor([document]), use_cache=False).logits[0]
         torch.testing.assert_close(ours.logits(packed_batch([document])), expected, rtol=1e-4, atol=1e-4)
-    composed = compose_run([f"train.init_from={file}"])
+    composed = compose_run([f"train.init_from={file}", "data=stdlib"])
     assert composed.model.d_model == 32
     assert composed.tokenizer.path == str(model_folder(str(file), "x") / "tokenizer.json")
     tokenizer = Tokenizer.load(model_folder(str(file), "x"))

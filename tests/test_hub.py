@@ -57,7 +57,8 @@ def snapshot(cache, tmp_path):
 
 def test_a_model_in_the_cache_needs_no_network(snapshot, tmp_path):
     assert load_model("some/model").shape.d_model == SHAPE.d_model
-    config = compose_run(["train.init_from=some/model", "adapter=lora", "preference.reference=some/model"])
+    words = ["train.init_from=some/model", "adapter=lora", "preference.reference=some/model", "data=stdlib"]
+    config = compose_run(words)
     assert config.train.init_from == config.preference.reference == str(snapshot)
     assert config.adapter.base == str(snapshot.resolve())
     assert config.model.d_model == SHAPE.d_model

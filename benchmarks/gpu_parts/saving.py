@@ -37,7 +37,7 @@ def main() -> None:
         seconds_of(file, tensors)
         for _ in range(repeats):
             hashed.append(seconds_of(file, tensors))
-            with patch.object(checkpoint_tensors, "_digest", lambda parts: b""):
+            with patch.object(checkpoint_tensors, "digest_of", lambda parts: b""):
                 plain.append(seconds_of(file, tensors))
     share = 1.0 - statistics.median(plain) / statistics.median(hashed)
     figures = {"gib": 64 * elements * 4 / 2**30, "seconds": hashed, "seconds_without_checksum": plain}

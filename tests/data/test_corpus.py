@@ -177,8 +177,9 @@ def test_a_store_is_verified_once_until_its_files_change(config, pairs, tmp_path
     )
     monkeypatch.setattr(TokenStore, "verify", lambda *given: calls.append(given) or verify(*given))
     data = config(source="store", path=str(out), verify="full")
-    for time in (1, 1, 2):
-        os.utime(next(out.glob("shard*")), (time, time))
+    for time in (1, None, 2):
+        if time:
+            os.utime(next(out.glob("shard*")), (time, time))
         load_corpus(data, AUTO, limit=64)
     assert len(calls) == 2
 

@@ -69,7 +69,7 @@ def test_checkpoints_hold_adapters_only_and_resume_equals(words, tmp_path, capsy
     count = sum(map(math.prod, (value.shape for value in model.values())))
     matrices = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)]
     assert count == 2 * sum(2 * (inputs + outputs) + outputs for inputs, outputs in matrices) + 16
-    assert f"DoRA of rank 2, alpha 32, on 14 matrices; trained whole: norm: {count:,} parameters" in printed
+    assert f"DoRA of rank 2, alpha 32, on 14 matrices, and norm whole: {count:,} parameters" in printed
     moments = [name for name in held if name.startswith("optimizer.") and not name.endswith(".step")]
     assert len(moments) == 2 * len(model)
     run(

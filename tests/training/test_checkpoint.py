@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from multipack import checksums
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
@@ -191,7 +192,7 @@ def _forge_dtype(path):
     file = path / SHARD
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"\\n" ', 1))
     files = json.loads((path / "state.json").read_text())["files"]
-    _change_state(files={**files, SHARD: checkpoint_tensors.checksum(file)})(path)
+    _change_state(files={**files, SHARD: checksums.checksum(file)})(path)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,8 @@ def test_a_damaged_checkpoint_is_refused(run, damage, message):
 
 @pytest.mark.parametrize("block", [1, 64, 100, 1 << 20])
 def test_the_checksum_of_a_file_is_that_of_what_was_written(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(checkpoint_tensors, "_BLOCK", block)
+    for module in (checksums, checkpoint_tensors):
+        monkeypatch.setattr(module, "BLOCK", block)
     tensors = {
         "half": torch.arange(9, dtype=torch.bfloat16),
         "none": torch.zeros(0, 3),
@@ -242,7 +244,7 @@ def test_the_checksum_of_a_file_is_that_of_what_was_written(tmp_path, monkeypatc
     }
     file = tmp_path / "a.safetensors"
     written = checkpoint_tensors.save_safetensors(file, tensors, {"format": "pt"})
-    assert checkpoint_tensors.checksum(file) == written
+    assert checksums.checksum(file) == written
     if block > file.stat().st_size:
         assert written == hashlib.sha256(file.read_bytes()).hexdigest()
     found = load_file(file)

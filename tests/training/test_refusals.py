@@ -69,10 +69,11 @@ def test_legal_settings_join(one_of_two, sources):
             module.train(compose([*sources["byte"], *words]))
 
 
-def test_too_few_documents_are_refused(tmp_path):
+def test_patience_without_validation_documents_is_refused(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text('{"text": "one two"}\n{"text": "three"}\n')
     words = [f"data.path={path}", "data=jsonl", "tokenizer=byte", "model=tiny", "data.validation=0"]
-    with pytest.raises(ValueError, match=r"data\.validation.*train\.eval_every=0"):
+    words.append("train.patience=2")
+    with pytest.raises(ValueError, match=r"train\.patience=2.*data\.validation=0"):
         Trainer(compose([*words, f"out={tmp_path / 'run'}"]), World(), Console(rank=1))
     assert not (tmp_path / "run").exists()

@@ -230,7 +230,10 @@ class Advice:
             return ""
         devices, per_host = self.request.devices, self.request.devices_per_host
         start = f"multipack launch -n {devices} --ppn {per_host} --" if devices > 1 else "multipack"
-        return f"{start} train data=… {shlex.join(self.chosen.words)}"
+        words = (
+            word if "…" in word else shlex.quote(word) for word in self.chosen.words
+        )  # … is for the user
+        return f"{start} train data=… {' '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

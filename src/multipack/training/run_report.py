@@ -249,13 +249,13 @@ def _adapter_rows(run: Trainer) -> Rows:
     form = f" in {adapter.quantize.upper()}" if adapter.quantize != "none" else ""
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
     matrices = sum(name.endswith(".lora_a") for name in saved)
-    whole = f"; trained whole: {', '.join(adapter.train)}" if adapter.train else ""
+    whole = f", and {', '.join(adapter.train)} whole" if adapter.train else ""
     held = f", matrices in {run.config.train.dtype}" if adapter.quantize == "none" else ""
     return [
         (
             "adapter",
-            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{form}:"
-            f" {trained:,} parameters trained ({100 * trained / count:.2g} %){whole}"
+            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{form}{whole}:"
+            f" {trained:,} parameters trained ({100 * trained / count:.2g} %)"
             f"{_quantized_text(adapter, shapes, count - trained)}",
         ),
         ("frozen weights", " at ".join(filter(None, hub_name(adapter.base))) + held),
