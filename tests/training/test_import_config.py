@@ -7,11 +7,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from multipack import untrusted
 from multipack.cli import app
 from multipack.data.sources import Source
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
-from multipack.training.importing import patterns
 from multipack.training.importing.imported import import_axolotl
 from multipack.training.run_config import compose
 
@@ -189,7 +189,7 @@ def test_keys_that_other_words_set_are_not_without_effect(imported):
 
 @pytest.mark.parametrize("pattern", ["(", "(([a-z._0-9])+)+!", "a{2}{3}{4}**", "\\"])
 def test_patterns_of_a_file_end_in_bounded_time(imported, pattern, monkeypatch):
-    monkeypatch.setattr(patterns, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(untrusted, "MOST_SECONDS", 2.0)
     keys = {"adapter": "lora", "lora_target_modules": pattern}
     assert list(imported(**keys)[0].lacking) == ["lora_target_modules"]
     assert list(imported(unfrozen_parameters=[pattern])[0].lacking) == ["unfrozen_parameters"]
