@@ -402,6 +402,31 @@ def test_numbers_that_no_setting_can_have_are_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('plan: {packs_per_step: {"": {}}}', "plan.packs_per_step."),
+        ("plan: {packs_per_step: {}}", "plan.packs_per_step"),
+        ('data: {fieldsx: {"": {}}}', "data.fieldsx"),
+        ('optimizer: {"": {}}', "optimizer."),
+        ("optimizr: {}", "optimizr"),
+        ("out: {}", "out"),
+        ("optimizer: {lr: {}}", "optimizer.lr"),
+        ("adapter: {targets: [[q_proj]]}", "adapter.targets"),
+        ("adapter: {targets: [{q_proj: k_proj}]}", "adapter.targets"),
+        ("adapter: {targets: [q_proj, []]}", "adapter.targets"),
+        ("optimizer: {rules: [[embedding lr=1]]}", "optimizer.rules"),
+    ],
+)
+def test_empty_groups_and_lists_in_lists_are_no_values(tmp_path, text, name):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"(^|no setting ){re.escape(name)}"):
+        compose([f"config={path}"])
+    path.write_text("plan: {}")
+    assert compose([f"config={path}"]) == compose([])
+
+
+@pytest.mark.parametrize(
     "text",
     [
         'data: {fields: ["${oc.env:MULTIPACK_SECRET}"]}',

@@ -1,9 +1,12 @@
-"""What others wrote: their text on a terminal, errors of libraries that read their files, loaders of transformers."""
+"""What others wrote: text on a terminal, errors of libraries that read files, regular expressions, loaders."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +18,18 @@ _UNSHOWN = re.compile(
     # a line reads otherwise than it is; halves of pairs, which no stream can encode.
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+MOST_SECONDS = 5.0
+"""Time for regular expressions: repeats in repeats, such as `((a+)+)!`, would run for years."""
+_MATCH = """
+import json, re, sys
+patterns, names, match = json.load(sys.stdin)
+for pattern in patterns:
+    try:
+        print(json.dumps([bool(getattr(re, match)(pattern, name)) for name in names]), flush=True)
+    except Exception as error:
+        sys.exit(f"{pattern!r:.60} is no regular expression: {error}")
+"""
 
 
 def printable(text: str) -> str:
@@ -53,6 +68,32 @@ def reason_of(error: BaseException) -> str:
     text = text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
     is_plain = text and isinstance(error, ValueError | OSError | RuntimeError)
     return _REASONS.get(kind) or (text if is_plain else f"{kind} {text}".rstrip())
+
+
+def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False) -> list[list[bool]]:
+    """(patterns, names) whether a regular expression matches the beginning of a name; another process matches.
+
+    Args:
+        patterns: the regular expressions.
+        names: the names.
+        whole: they must match whole names.
+
+    Raises:
+        ValueError: one is no regular expression, or takes too long.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps([[*map(str, patterns)], [*names], "fullmatch" if whole else "match"]),
+            capture_output=True,
+            text=True,
+            timeout=MOST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"regular expressions that take more than {MOST_SECONDS:g} s to match") from None
+    if ended.returncode:
+        raise ValueError(one_line(ended.stderr.strip().rpartition("\n")[2]))
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def from_folder(kind: Any, source: Any, **options: Any) -> Any:

@@ -76,7 +76,9 @@ def merge(
     replaced = dict(pairs)  # a saved value need not be legal any more if a word replaces it
     layers = [{key: value for key, value in flatten(base or {}).items() if key not in replaced}]
     for _, path in (pair for pair in pairs if pair[0] == "config"):
-        values = dict(_translated(flatten(read_yaml(path)).items(), translate))
+        given = read_yaml(path)
+        empty = {str(key): value for key, value in given.items() if value == {} and key not in groups}
+        values = dict(_translated((flatten(given) | empty).items(), translate))
         for group in [key for key in values if key in groups]:
             layers.append(flatten(_preset(group, groups[group], str(values.pop(group)))))
         layers.append(values)
@@ -178,10 +180,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested groups by full name, `group.key`."""
+    """Return the values of nested groups by full name, `group.key`; in a group, {} is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        is_group = isinstance(value, dict) and (value or not prefix)
+        flat |= flatten(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
     return flat
 
 
@@ -285,8 +288,14 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+        if isinstance(found := OmegaConf.select(tree, key), ListConfig) and any(
+            map(OmegaConf.is_config, found)
+        ):
+            raise ConfigError(
+                f"{key}={str(value)[:40]}: must be one list of single values, without lists in it"
+            )
         # OmegaConf takes ??? as a missing value.
-        if value == "???" or not _is_ordinary(OmegaConf.select(tree, key)):
+        if value == "???" or not _is_ordinary(found):
             raise ConfigError(f"{key}={str(value)[:40]}: must be a finite value (whole numbers: below 2^62)")
 
 

@@ -116,5 +116,5 @@ def test_memory_grows_by_less_than_20_bytes_a_document(config, text_file, tmp_pa
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 128)
     monkeypatch.setattr(module, "_DIGEST_BLOCK", 64)
     peak(config, text_file, tmp_path, 100, **fields)  # what the first call keeps
-    few, many = (peak(config, text_file, tmp_path, lines, **fields) for lines in (500, 2500))
-    assert (many - few) / 2000 <= 20
+    few, many = (peak(config, text_file, tmp_path, lines, **fields) for lines in (200, 1200))
+    assert (many - few) / 1000 <= 20

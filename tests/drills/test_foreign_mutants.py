@@ -37,7 +37,6 @@ from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.importing.imported import import_axolotl
-from multipack.training.importing.keys import NO_EFFECT, RULES
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
@@ -477,7 +476,7 @@ def axolotl(folder):
             for name in flat
             if name not in found.settings and name.partition(".")[0] not in found.settings
         ]
-        named = {*found.lacking, *found.notes, *found.unneeded, *RULES, *NO_EFFECT}
+        named = {*found.lacking, *found.left, *found.translated, *found.unneeded}
         lost += [key for key, value in given.items() if key not in named and value not in (None, False, [])]
         if lost:
             raise SilentlyDifferent(f"not named, or otherwise in the YAML: {lost!r:.200}")

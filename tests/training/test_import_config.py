@@ -7,11 +7,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from multipack import untrusted
 from multipack.cli import app
 from multipack.data.sources import Source
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
-from multipack.training.importing import patterns
 from multipack.training.importing.imported import import_axolotl
 from multipack.training.run_config import compose
 
@@ -189,7 +189,7 @@ def test_keys_that_other_words_set_are_not_without_effect(imported):
 
 @pytest.mark.parametrize("pattern", ["(", "(([a-z._0-9])+)+!", "a{2}{3}{4}**", "\\"])
 def test_patterns_of_a_file_end_in_bounded_time(imported, pattern, monkeypatch):
-    monkeypatch.setattr(patterns, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(untrusted, "MOST_SECONDS", 2.0)
     keys = {"adapter": "lora", "lora_target_modules": pattern}
     assert list(imported(**keys)[0].lacking) == ["lora_target_modules"]
     assert list(imported(unfrozen_parameters=[pattern])[0].lacking) == ["unfrozen_parameters"]
@@ -201,6 +201,11 @@ def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
     found, config = imported(**injected, saves_per_epoch=2)
     assert config.out == ""
     assert len(found.lacking) == 4
+    for end in ("\x1b[2J", "\x85", "\u2028", "\u202e", "\ufffe", "\ue000", "é\n "):
+        found = import_axolotl({**EXAMPLE, "output_dir": f"a{end}b", f"x{end}": 1})
+        text = found.to_yaml()
+        assert yaml.safe_load(text)["out"] == f"a{end}b"
+        assert text.replace("\n", "").isprintable()
     data = [{"path": "x; touch PWNED; $(id)", "type": "alpaca"}, {"path": "b c/d.jsonl", "type": "alpaca"}]
     found, _ = imported(datasets=data, base_model="a/b; id")
     for command in found.commands:
@@ -216,6 +221,11 @@ def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
     [
         {"micro_batch_size": float("inf")},
         {"micro_batch_size": 10**400},
+        {"num_epochs": 10**400},
+        {"val_set_size": 10**400},
+        {"sequence_len": float("inf")},
+        {"learning_rate": float("inf")},
+        {"weight_decay": float("nan")},
         {"dp_replicate_size": float("nan")},
         {"learning_rate": [1]},
         {"val_set_size": {}},
@@ -233,7 +243,8 @@ def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
 )
 def test_values_of_other_types_are_named(keys):
     found = import_axolotl({**EXAMPLE, **keys})
-    assert str(next(iter(keys))) in keys_of(found)
+    name, value = next(iter(keys.items()))
+    assert str(name) in (found.lacking if isinstance(value, float | int) else keys_of(found))
     assert yaml.safe_load(found.to_yaml())
 
 

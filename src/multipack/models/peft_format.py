@@ -7,9 +7,7 @@ norm.weight (trained whole)          base_model.model.model.norm.weight
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ from torch import Tensor
 from multipack.atomic import read_file
 from multipack.hub import hub_name, model_folder
 from multipack.models.huggingface import modules_of, parameter_shapes
+from multipack.models.peft_modules import by_pattern, check_targets
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.json_values import flag_of, number_of, real_of
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names of an adapter."""
@@ -40,9 +40,8 @@ _READ = frozenset(
         *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
     }
 )
-"""Settings of peft that are read, or do not change what a saved adapter computes: tensors say what is adapted."""
-_ENDLESS = re.compile(r"\)[*+?{]|(?:[^*+?{]*[*+?{]){3}|(?:[^|]*\|){9}")
-"""Regular expressions of files that may take long on a name: repeated groups, many repetitions or alternatives."""
+"""Settings of peft that are read, or do not change what a saved adapter computes."""
+_FLAGS = ("use_dora", "use_rslora", "fan_in_fan_out", "inference_mode", "ensure_weight_tying")
 
 
 def to_peft(
@@ -176,16 +175,19 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
             model.
     """
     config, given = _config(folder), read_json(folder / PEFT_CONFIG)
-    ranks, alphas = (
-        _by_pattern(folder / PEFT_CONFIG, name, given.get(name), default)
-        for name, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
-    )
     sizes, found = parameter_shapes(shape), dict[str, Tensor]()
     wanted_ranks, own_alphas = dict[str, int](), dict[str, float]()
     back = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
     back |= {"score": (("score",), False)} if shape.scores else {}
     saved = {name.removeprefix(_PREFIX): value for name, value in _saved(folder).items()}
     _check_outside(folder, shape, saved, back)
+    outside = [each for each, (ours, _) in back.items() if {"embedding", "head", "score"} & {*ours}]
+    adapted = _adapted(folder, config, saved)
+    check_targets(folder / PEFT_CONFIG, given, adapted, outside)
+    ranks, alphas = (
+        by_pattern(folder / PEFT_CONFIG, name, given.get(name), default, adapted)
+        for name, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
+    )
     for name, value in saved.items():
         if shape.tied and name == _HEAD:
             continue  # equal to the embedding
@@ -245,25 +247,27 @@ def _check_outside(
         )
 
 
-def _by_pattern(file: Path, setting: str, given: Any, default: float) -> Callable[[str], float]:
-    """Module of transformers → its value in rank_pattern or alpha_pattern, where the first match counts, as in peft.
+def _adapted(folder: Path, config: AdapterConfig, saved: Mapping[str, Tensor]) -> list[str]:
+    """The modules of transformers that have an adapter, each with all of its tensors.
 
     Raises:
-        ValueError: it is no object of positive numbers, or a key is no regular expression that ends soon.
+        ValueError: one has not; peft would take random values, or leave a tensor out.
     """
-    found = list[tuple[re.Pattern[str], float]]()
-    try:
-        for key, value in dict(given or {}).items():
-            whole = setting == "rank_pattern" and isinstance(value, float) and not value.is_integer()
-            if type(value) not in (int, float) or not 0 < value < math.inf or whole or _ENDLESS.search(key):
-                raise ValueError
-            found.append((re.compile(rf"(.*\.)?({key})$"), value))
-    except (TypeError, ValueError, re.error, RecursionError, OverflowError):
-        raise ValueError(
-            f"{file}: {setting} must have a positive number for each name or short regular expression of modules, got"
-            f" {str(given)[:60]}; merge the adapter with peft"
-        ) from None
-    return lambda module: next((value for pattern, value in found if pattern.match(module)), default)
+    held = dict[str, set[str]]()
+    for module, own in map(_split, saved):
+        held.setdefault(module, set()).add(own)
+    wanted = {"lora_a", "lora_b"} | ({"magnitude"} if config.name == "dora" else set())
+    adapted = [module for module, own in held.items() if own & _NAMES.keys()]
+    for module in adapted:
+        if held[module] != wanted:
+            names = (
+                ", ".join(_NAMES.get(own, own) for own in sorted(each)) for each in (held[module], wanted)
+            )
+            raise ValueError(
+                f"{folder / PEFT_WEIGHTS}: {module} has {next(names)}, and an adapter with"
+                f" use_dora={config.name == 'dora'} has {next(names)}; save it again with peft"
+            )
+    return adapted
 
 
 def _config(folder: Path) -> AdapterConfig:
@@ -286,17 +290,19 @@ def _config(folder: Path) -> AdapterConfig:
         raise ValueError(
             f"{file}: {other[0]}={given[other[0]]!r} is not computed here; merge the adapter with peft"
         )
+    base = str(peft_base(folder))
     try:
+        flags = {name: flag_of(given, name) for name in _FLAGS}
         return AdapterConfig(
-            "dora" if given.get("use_dora") else "lora",
-            rank=int(given["r"]),
-            alpha=float(given["lora_alpha"]),
-            dropout=float(given.get("lora_dropout") or 0.0),
-            rank_stabilized=bool(given.get("use_rslora")),
-            base=str(peft_base(folder)),
+            "dora" if flags["use_dora"] else "lora",
+            rank=number_of(given, ("r",)),
+            alpha=real_of(given, ("lora_alpha",), 0),
+            dropout=real_of(given, ("lora_dropout",), 0),
+            rank_stabilized=flags["use_rslora"],
+            base=base,
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} has no r or lora_alpha that is a number ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -16,6 +16,14 @@ def mapping_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def flag_of(config: Mapping[str, Any], name: str) -> bool:
+    """The boolean in a field; false if there is none."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"the configuration's {name} must be true or false, got {value!r:.60}")
+    return bool(value)
+
+
 def real_of(config: Mapping[str, Any], names: tuple[str, ...], default: float) -> float:
     """The value of the first of these fields that is present; `default` if none is."""
     value = next((config[name] for name in names if config.get(name) is not None), default)

@@ -28,7 +28,7 @@ def run_cost(
     Raises:
         ValueError: the file is missing or damaged.
     """
-    adapter = config.adapter
+    adapter = config.adapter if config.adapter.name != "none" else None
     if config.plan.cost == "flops":
         cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)
         saved = checkpoint.progress.get("data") if checkpoint else None

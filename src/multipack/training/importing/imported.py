@@ -13,7 +13,7 @@ import yaml
 
 from multipack.training.importing.keys import DEFAULTS, READ_WITH, RULES, TRACKERS
 from multipack.training.importing.outcome import Honored, NotHonored
-from multipack.words import as_text
+from multipack.words import LARGEST, as_text
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Imported:
             group, _, setting = name.rpartition(".")
             (tree.setdefault(group, {}) if group else tree)[setting] = value
         body: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        if not body.replace(
+            "\n", ""
+        ).isprintable():  # PyYAML leaves some line ends unescaped, which read back as spaces
+            body = yaml.safe_dump(tree, sort_keys=False)
         return "".join(f"# {_in_one_line(line)}\n" for line in lines) + body
 
 
@@ -81,15 +85,19 @@ def import_axolotl(given: Mapping[str, Any]) -> Imported:
         try:
             if key not in RULES:
                 raise NotHonored("not a key that is known here")
-            honored[key] = RULES[key](value, given)
+            found = RULES[key](value, given)
+            numbers = [each for each in found.settings.values() if isinstance(each, int | float)]
+            if not all(abs(each) < LARGEST for each in numbers):
+                raise NotHonored(f"{value!r:.80} is no number that a setting can have")
         except NotHonored as reason:
             lacking[key] = str(reason)
             continue
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             lacking[key] = f"{value!r:.80} is not a value that is read here"
             continue
-        settings |= honored[key].settings
-        commands += honored[key].commands
+        honored[key] = found
+        settings |= found.settings
+        commands += found.commands
     if trackers := [name for key, name in TRACKERS.items() if given.get(key)]:
         settings["track.to"] = trackers
     translated, left, unneeded = dict[str, str](), dict[str, str](), list[str]()

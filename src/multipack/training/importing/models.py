@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.shapes.json_values import read_json
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
-from multipack.training.importing.patterns import matching
+from multipack.untrusted import matching
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
@@ -140,7 +141,7 @@ def targets(value: Any, keys: Keys) -> Honored:
     if isinstance(value, str):
         matrices = [(module, matrix) for module, names in _MATRICES.items() for matrix in names]
         names = [f"{layer}.{module}.{matrix}" for module, matrix in matrices for layer in _LAYERS]
-        (found,) = matching([rf"(?:{value})\Z"], names)
+        (found,) = _matching([value], names, whole=True)
         of_matrix = [any(found[len(_LAYERS) * i :][: len(_LAYERS)]) for i in range(len(matrices))]
         matches = [matrix for (_, matrix), is_matched in zip(matrices, of_matrix, strict=True) if is_matched]
         if not matches:
@@ -150,6 +151,14 @@ def targets(value: Any, keys: Keys) -> Honored:
     if is_own(keys) and (unknown := [name for name in names if name not in ALIASES]):
         raise NotHonored(f"{unknown[0]} is no matrix of this decoder: there are {', '.join(ALIASES)}")
     return Honored({"adapter.targets": names})
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False) -> list[list[bool]]:
+    """`matching` of the regular expressions of a key."""
+    try:
+        return matching(patterns, names, whole)
+    except ValueError as error:
+        raise NotHonored(str(error)) from None
 
 
 def quantized_base(value: Any, keys: Keys) -> Honored:
@@ -175,7 +184,7 @@ def unfrozen(value: Any, keys: Keys) -> Honored:
     if keys.get("adapter"):
         return NOTHING  # adapters are trained anyway
     variants = [name.replace("model.", "model.language_model.", 1) for name in names]
-    found = matching(value, [*names, *variants])
+    found = _matching(value, [*names, *variants])
     if all(any(each[i] or each[i + len(names)] for each in found) for i in range(len(names))):
         return NOTHING  # of a language model everything
     raise NotHonored(
