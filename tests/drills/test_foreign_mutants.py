@@ -507,6 +507,8 @@ def settings(folder):
                 kept = getattr(getattr(config, group), name, "no setting")
                 texts = list(map(str, value)) if isinstance(value, list) else str(value)
                 same = kept == value or texts in (kept, str(kept)) or (value is None and not kept)
+                if isinstance(kept, list) and isinstance(value, str):  # a list as in a word
+                    same = same or ",".join(kept) == value.strip("[]")
                 with contextlib.suppress(TypeError, ValueError, OverflowError):
                     same = same or float(kept) == float(value)
                 if not same:
