@@ -87,6 +87,17 @@ def test_limits_hold_in_threads_and_in_forked_processes():
     assert template.parts(CHAT[:1]) == expected
 
 
+def test_conversations_of_one_request_have_limits_of_their_own():
+    source = "{% if n == 7 %}" + ENDLESS[0] + "{% endif %}{{ 'x' * n }}"
+    sizes = [1, 700_000, 700_000, 10**10, 700_000, 5_000_000, 2, 7, 3]
+    written = list(room.ask(source, "2026-01-02", [json.dumps({"n": size}) for size in sizes]))
+    reasons = {10**10: "memory", 5_000_000: "characters", 7: "takes more"}
+    for size, text in zip(sizes, written, strict=True):
+        assert reasons[size] in str(text) if size in reasons else text == "x" * size
+    assert isinstance(written[3], ValueError)
+    assert "line 1" in str(*room.ask("{% if %}", "2026-01-02", ["null"]))
+
+
 ALL = r"""
 {%- macro show(name, args) -%}<call>{{ {"name": name, "arguments": args} | tojson }}</call>{%- endmacro -%}
 {%- set ns = namespace(text='', numbers=[]) -%}
@@ -137,4 +148,4 @@ def test_all_that_templates_use_is_written_as_jinja_writes_it(monkeypatch):
     for messages in (CHAT, CHAT[1:], [*CHAT, call, *CHAT[1:]]):
         for tools in (None, [{"name": "a", "parameters": {"b": [1, 2]}}]):
             variables = {"messages": messages, "tools": tools}
-            assert room.ask(ALL, "2026-01-02", variables) == expected.render(variables)
+            assert [*room.ask(ALL, "2026-01-02", [json.dumps(variables)])] == [expected.render(variables)]

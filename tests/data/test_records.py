@@ -3,6 +3,8 @@ import math
 
 import pytest
 
+from multipack.data import chat_sandbox
+from multipack.data import records as room
 from multipack.data.records import read_messages, without_nulls
 from multipack.data.sources import Source
 
@@ -361,3 +363,72 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     assert identity(0) == found[0] == identity(0, chat_template="chatml")
     empty = Source(config(source="jsonl", path=text_file("", "empty.jsonl")))
     assert (empty.records.special_tokens, empty.records.pairs, empty.records.chat_template) == ((), False, "")
+
+
+# --- many conversations at once --------------------------------------------------------------------------
+
+HOSTILE = """
+{%- for m in messages -%}
+    {%- if m.content == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+    {%- elif m.content == 'large' %}{{ 'x' * 10 ** 10 }}
+    {%- elif m.content == 'refused' %}{{ raise_exception('no such turn') }}{% endif -%}
+    <{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}
+    {%- else %}{{ m.content }}{% endif -%}
+{%- endfor -%}"""
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "unmarked"])
+def test_conversations_written_together_are_those_written_one_by_one(
+    config, text_file, monkeypatch, tmp_path, marks
+):
+    monkeypatch.setattr(chat_sandbox, "MOST_SECONDS", 0.1)
+    template = tmp_path / "mine.jinja"
+    unmarked = HOSTILE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    unmarked += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    template.write_text(HOSTILE if marks else unmarked)
+    said = [f"é<user>{number}" for number in range(70)]
+    said[9:40:10] = ["refused", "endless", "large", "refused"]
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}) + "\n" for text in said]
+    lines[5:5] = ["\n", "{\n", '{"messages": [{"role": "user", "content": ' + '"x"}]}\n', '{"id": 1}\n']
+    path, asked, ask = text_file("".join(lines), "a.jsonl"), [], chat_sandbox._Process.ask
+    monkeypatch.setattr(
+        chat_sandbox._Process, "ask", lambda *given: asked.append(len(given[2])) or ask(*given)
+    )
+
+    def all_of(**fields):
+        del asked[:]
+        data = config(
+            source="jsonl", path=path, chat_template=str(template), special_tokens=["<user>"], **fields
+        )
+        source = Source(data)
+        documents = [(document, source.done) for document in source]
+        return documents, source.skipped, source.places, source.fault, source.reader.notes
+
+    def refusal():
+        with pytest.raises(
+            ValueError, match=r"a\.jsonl, line 7: not JSON.*: a\.jsonl:7, 9, 14, 24"
+        ) as refused:
+            all_of()
+        return str(refused.value)
+
+    together, error = all_of(broken="skip"), refusal()
+    assert max(asked) > 20
+    assert len(asked) < 50 or not marks
+    assert len(together[0]) == 66
+    assert together[1] == {"blank lines": 1, "broken lines": 6, "conversations without an answer": 1}
+    monkeypatch.setattr(room, "MOST_RECORDS", 1)
+    assert all_of(broken="skip") == together
+    assert refusal() == error
+
+
+def test_records_before_a_fault_of_their_file_come_first(read):
+    reader = read({"messages": [USER, ANSWER]}).records
+
+    def entries():
+        yield {"messages": [USER, ANSWER]}, "a:1", "a, line 1"
+        raise OSError("the file ends here")
+
+    found = reader.documents(entries(), "lines")
+    assert [document.name for document in next(found)] == ["a:1"]
+    with pytest.raises(OSError, match="ends here"):
+        next(found)

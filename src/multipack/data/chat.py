@@ -22,7 +22,7 @@ import datetime
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
@@ -55,6 +55,9 @@ TOOL_CALLS = "tool_calls that the chat template does not write"
 EMPTY_ANSWER = "an empty answer, whose only target is the end of the turn"
 NO_END = "an answer whose end is no target, so that the model does not learn to stop"
 _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
+Written = str | ValueError
+"""The output of a template for a conversation, or why it writes none."""
+_ENCODER = json.JSONEncoder(default=str, check_circular=False)  # the depth is limited
 _Answers = list[tuple[int, int, bool]]  # begin and end of answers in the output, and whether they are targets
 
 
@@ -91,14 +94,16 @@ class ChatTemplate:
                 f"{self.name} contains characters of Unicode's last private-use plane, which multipack reserves"
             )
         self.day = self.day or datetime.date.today().isoformat()
-        try:
-            self.write(None)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error
+        if isinstance(answer := next(self.write(["null"])), ValueError):
+            raise ValueError(f"{self.name}: {answer}") from answer
 
-    def write(self, variables: dict[str, Any] | None) -> str:
-        """The template's output; see `ask`."""
-        return ask(self.source, self.day, variables)
+    def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Chat:
+        """A conversation that this template can write."""
+        return Chat(self, messages, tools)
+
+    def write(self, conversations: Iterable[str]) -> Iterator[Written]:
+        """The template's output for each conversation (see `Chat.request`), several at a time; see `ask`."""
+        return ask(self.source, self.day, conversations)
 
     def parts(
         self,
@@ -122,9 +127,9 @@ class ChatTemplate:
         Raises:
             ValueError: the template rejects the messages, or answers cannot be located in its output.
         """
-        chat = _Chat(self, messages, tools)
-        written = chat.write(None, add_generation_prompt)
-        return self._cut(written, chat, len(messages) if add_generation_prompt else first_target)
+        chat = Chat(self, messages, tools)
+        (written,) = self.write([chat.request(None, add_generation_prompt)])
+        return self.cut(written, chat, len(messages) if add_generation_prompt else first_target)
 
     def notes(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
@@ -145,9 +150,9 @@ class ChatTemplate:
             return False
         without = [{name: value for name, value in entry.items() if name != key} for entry in messages]
         try:
-            texts = [
-                chat.restore(chat.write()) for chat in (_Chat(self, m, tools) for m in (messages, without))
-            ]
+            chats = [Chat(self, m, tools) for m in (messages, without)]
+            written = self.write(chat.request() for chat in chats)
+            texts = [chat.restore(chat.read(text)) for chat, text in zip(chats, written, strict=True)]
         except ValueError:  # it refuses messages without these values, and so it reads them
             return False
         return texts[0] == texts[1]
@@ -187,28 +192,30 @@ class ChatTemplate:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a chat template of multipack: {error}") from error
 
-    def _cut(self, written: str, chat: _Chat, first_target: int) -> tuple[TextPart, ...]:
-        """Cut the output at special tokens and at the edges of answers."""
+    def cut(self, answer: Written, chat: Chat, first_target: int) -> tuple[TextPart, ...]:
+        """Cut the output at special tokens and at the edges of answers; see `parts`."""
+        written = chat.read(answer)
         text = written.replace(OPEN, "").replace(CLOSE, "")
         find = self._marked if self._has_marks else self._between_prefixes
         answers = find(written, chat, first_target)
         special = dict(match.span() for match in self._names.finditer(text))
-        inside = {position for start, end in special.items() for position in range(start + 1, end)}
-        edges = {edge for begin, end, _ in answers for edge in (begin, end)} - inside
-        cuts = sorted({0, len(text), *special, *special.values(), *edges})
+        starts = [0, *special]
+        cuts = {0, len(text), *special, *special.values()}
+        for begin, end, _ in answers:
+            for edge in (begin, end):
+                start = starts[bisect_right(starts, edge) - 1]
+                if not start < edge < special.get(start, 0):  # not inside a special token
+                    cuts.add(edge)
         targets = sorted((begin, end) for begin, end, is_target in answers if is_target)
         begins, ends = [begin for begin, _ in targets], list(accumulate((end for _, end in targets), max))
-        before = (bisect_right(begins, start) for start in cuts)  # targets that have begun
-        return tuple(
-            TextPart(
-                chat.restore(text[start:stop]),
-                is_target=begun > 0 and start < ends[begun - 1],
-                is_special=start in special,
-            )
-            for (start, stop), begun in zip(pairwise(cuts), before, strict=False)
-        )
+        parts = list[TextPart]()
+        for start, stop in pairwise(sorted(cuts)):
+            begun = bisect_right(begins, start)  # targets that have begun
+            is_target = begun > 0 and start < ends[begun - 1]
+            parts.append(TextPart(chat.restore(text[start:stop]), is_target, start in special))
+        return tuple(parts)
 
-    def _marked(self, written: str, chat: _Chat, first_target: int) -> _Answers:
+    def _marked(self, written: str, chat: Chat, first_target: int) -> _Answers:
         """The ranges of `{% generation %}` blocks in the text without their marks."""
         marks = list(re.finditer(f"[{OPEN}{CLOSE}]", written))
         if "".join(mark.group() for mark in marks) != (OPEN + CLOSE) * (len(marks) // 2):
@@ -224,7 +231,7 @@ class ChatTemplate:
             )
         return [(*span, number >= context) for number, span in enumerate(ranges)]
 
-    def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> _Answers:
+    def _between_prefixes(self, text: str, chat: Chat, first_target: int) -> _Answers:
         """The ranges of answers in the output of a template without marks.
 
         White space after the special token that ends an answer is no target. The time grows with the number of answers
@@ -238,12 +245,13 @@ class ChatTemplate:
                 " {% endgeneration %}, or divide the conversation"
             )
         answers = []
-        for number, message in enumerate(chat.messages):
-            if message["role"] != "assistant":
-                continue
+        turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        prefixes = [prefix for number in turns for prefix in ((number, True), (number + 1, False))]
+        written = self.write(chat.request(*prefix) for prefix in prefixes)
+        for number, first, second in zip(turns, written, written, strict=True):
             is_target = number >= first_target
             try:
-                before, upto = chat.write(number, True), chat.write(number + 1)
+                before, upto = chat.read(first, number), chat.read(second, number + 1)
             except ValueError:
                 if is_target:
                     raise
@@ -263,7 +271,7 @@ class ChatTemplate:
         return answers
 
 
-class _Chat:
+class Chat:
     """One conversation whose text is protected against being read as special tokens."""
 
     def __init__(
@@ -277,22 +285,24 @@ class _Chat:
         if OPEN in self._texts:
             raise ValueError("messages contain too many different private-use characters")
 
-    def write(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
-        """The template's output for the first `count` messages (None: all), with protected text and marks."""
-        messages = self.messages[:count]
-        try:
-            text = self.template.write(
-                {
-                    "messages": messages,
-                    "tools": self._tools,
-                    "add_generation_prompt": add_generation_prompt,
-                    "bos_token": self.template.bos_token,
-                    "eos_token": self.template.eos_token,
-                }
-            )
-        except ValueError as error:
-            rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
-            raise ValueError(f"{self.template.name} refuses {rendered}: {error}") from error
+    def request(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
+        """What the template is asked to write, as JSON: the first `count` messages (None: all)."""
+        return _ENCODER.encode(
+            {
+                "messages": self.messages[:count],
+                "tools": self._tools,
+                "add_generation_prompt": add_generation_prompt,
+                "bos_token": self.template.bos_token,
+                "eos_token": self.template.eos_token,
+            }
+        )
+
+    def read(self, answer: Written, count: int | None = None) -> str:
+        """The template's output for the first `count` messages, with protected text and marks."""
+        if isinstance(answer, ValueError):
+            rendered = "the conversation" if count is None else f"its first {count} messages"
+            raise ValueError(f"{self.template.name} refuses {rendered}: {answer}") from answer
+        text = answer
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -301,6 +311,8 @@ class _Chat:
 
     def restore(self, text: str) -> str:
         """`text` with all protected text restored."""
+        if not self._texts:
+            return text
         return _CODES.sub(lambda code: self._texts.get(code.group(), code.group()), text)
 
     def _protect(self, value: Any, depth: int = 0) -> Any:

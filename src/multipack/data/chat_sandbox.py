@@ -3,11 +3,12 @@
 A template is an untrusted program. Jinja's immutable sandbox hides everything but the messages, and the operating
 system limits the processor time and the memory of the process, whatever operation needs them:
 
-    ask    ── source, day and variables: a line of JSON ──▶    python chat_sandbox.py
-           ◀── a text or an error: a line of JSON ──           Jinja, under the limits
+    ask    ── source, day, conversations: a line of JSON ──▶   python chat_sandbox.py
+           ◀── texts or errors: a line of JSON ──              Jinja, under the limits
 
-The process starts when the first template is used and ends with this one. A template that exceeds the time ends it, and
-the next one starts another. This file imports nothing of multipack, so that the process starts fast.
+The process starts when the first template is used and ends with this one. A conversation that exceeds the time ends it,
+and the next one starts another; then the other conversations of its request are asked alone. This file imports nothing
+of multipack, so that the process starts fast.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -35,27 +38,47 @@ OPEN, CLOSE = "\U0010fffc", "\U0010fffd"
 """Characters that mark the begin and end of the output of a `{% generation %}` block."""
 MOST_SECONDS, MOST_CHARACTERS, MOST_BYTES = 10.0, 1 << 27, 1 << 31
 """Processor time and output of a rendering, and memory of the process."""
+REQUEST_CHARACTERS, ANSWER_CHARACTERS, ANSWER_SECONDS = 1 << 18, 1 << 20, 0.5
+"""Size of a request of several conversations, and where its answer ends: the rest is asked again."""
 _CODE = re.compile(r"[^\x00-\x7f]")
 
 
 # --- this process -------------------------------------------------------------------------------------
 
 
-def ask(source: str, day: str, variables: dict[str, Any] | None = None) -> str:
-    """The text that a template writes.
+def ask(source: str, day: str, conversations: Iterable[str]) -> Iterator[str | ValueError]:
+    """The text that a template writes of each conversation, in order.
 
     Args:
         source: the template.
         day: date in ISO format, which `strftime_now` formats.
-        variables: names in the template; None = only compile it, and return an empty text.
+        conversations: names in the template and their values, as JSON; `null` = only compile it, and write nothing.
 
-    Raises:
-        ValueError: the template is malformed, refuses the variables, or exceeds a limit; the message is one line.
+    Yields:
+        Texts; or an error: the template is malformed, refuses the conversation, or exceeds a limit. Its message is one
+        line.
     """
-    answer = _process(os.getpid()).ask({"source": source, "day": day, "variables": variables})
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    return str(answer["text"])
+    for waiting in _requests(conversations):
+        most = len(waiting)
+        while waiting:
+            answers = _process(os.getpid()).ask({"source": source, "day": day}, waiting[:most])
+            if not answers:  # one of them ended the process
+                most = 1
+                continue
+            del waiting[: len(answers)]
+            yield from (answer if isinstance(answer, str) else ValueError(answer[0]) for answer in answers)
+
+
+def _requests(conversations: Iterable[str]) -> Iterator[list[str]]:
+    """Conversations that are asked together; a long one is asked alone, so that others keep their memory."""
+    request, size = list[str](), 0
+    for conversation in conversations:
+        if request and size + len(conversation) > REQUEST_CHARACTERS:
+            yield request
+            request, size = [], 0
+        request.append(conversation)
+        size += len(conversation)
+    yield request
 
 
 class _Process:
@@ -65,9 +88,11 @@ class _Process:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, str], conversations: list[str]) -> list[Any]:
+        """Texts, or errors as lists of one text, of the first conversations; none if one of several ended it."""
         limits = (MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS)
-        line = json.dumps({**request, "limits": limits}, default=str).encode() + b"\n"
+        shared = json.dumps({**request, "limits": limits})
+        line = f'{shared[:-1]}, "conversations": [{", ".join(conversations)}]}}\n'.encode()
         with self._lock:
             running, self._running = self._running or self._start(), None  # kept if it answers
             assert running.stdin is not None
@@ -83,11 +108,15 @@ class _Process:
                 raise
             if answer.endswith(b"\n"):
                 self._running = running
-                return dict(json.loads(answer))
+                return list(json.loads(answer))
             code = running.wait()
-        if code == -signal.SIGPROF:
-            return {"error": f"it takes more than {MOST_SECONDS:g} s"}
-        return {"error": f"its process ended with code {code}"}
+        if len(conversations) > 1:
+            return []
+        return [
+            [f"it takes more than {MOST_SECONDS:g} s"]
+            if code == -signal.SIGPROF
+            else [f"its process ended with code {code}"]
+        ]
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(filter(None, sys.path))  # where this process found Jinja
@@ -118,23 +147,37 @@ def serve() -> None:
 
 
 def _answer(line: bytes) -> bytes:
+    answers, size, several, began = list[str | list[str]](), 0, False, time.monotonic()
     try:
         request = json.loads(line)
+        several = len(request["conversations"]) > 1
         seconds, memory, characters = request["limits"]
         if sys.platform == "linux":  # other systems count memory otherwise
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
-        program, text = _compiled(request["source"], request["day"]), ""
-        if request["variables"] is not None:
-            text = program.render(request["variables"])
-        if len(text) > characters:
-            raise ValueError(f"it writes more than {characters:,} characters")
-        return json.dumps({"text": text}).encode()
-    except Exception as error:  # a template is a program: it can fail in any way
-        return json.dumps({"error": _reason(error)[:1000]}).encode()
+        for conversation in request["conversations"]:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
+            answers.append(_written(request["source"], request["day"], conversation, characters))
+            size += len(answers[-1])
+            if size > ANSWER_CHARACTERS or time.monotonic() - began > ANSWER_SECONDS:
+                break
+        return json.dumps(answers).encode()
+    except Exception as error:  # without memory for the request or the answer
+        return json.dumps([] if several else [[_reason(error)[:1000]]]).encode()
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _written(source: str, day: str, conversation: dict[str, Any] | None, characters: int) -> str | list[str]:
+    """The text of a conversation, or its error as a list of one text."""
+    try:
+        program = _compiled(source, day)
+        text = "" if conversation is None else program.render(conversation)
+        if len(text) > characters:
+            raise ValueError(f"it writes more than {characters:,} characters")
+        return text
+    except Exception as error:  # a template is a program: it can fail in any way
+        return [_reason(error)[:1000]]
 
 
 def _reason(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,18 @@ class RecordChunks:
         """
         skipped, documents, places = Counter[str](), list[SourceDocument](), Places()
         notes = dict(self._reader.notes)
-        for number, record in enumerate(records, before + 1):
-            name, where = f"{Path(self._data.path).name}:{number}", f"{self._data.path}, row {number}"
-            for found in self._reader.documents(record, name, where, "rows"):
-                if isinstance(found, SourceDocument):
-                    documents.append(found)
-                    continue
-                if found.fault and self._data.broken == "error":
-                    raise ValueError(f"{found.fault}; data.broken=skip leaves such rows out")
-                skipped[found.reason] += 1
-                add_places(places, found.reason, [name])
+        entries = (
+            (record, f"{Path(self._data.path).name}:{number}", f"{self._data.path}, row {number}")
+            for number, record in enumerate(records, before + 1)
+        )
+        for found in chain.from_iterable(self._reader.documents(entries, "rows")):
+            if isinstance(found, SourceDocument):
+                documents.append(found)
+                continue
+            if found.fault and self._data.broken == "error":
+                raise ValueError(f"{found.fault}; data.broken=skip leaves such rows out")
+            skipped[found.reason] += 1
+            add_places(places, found.reason, [found.name])
         if before < self._noted:
             self._reader.notes = notes
         else:

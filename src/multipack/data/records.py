@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, takewhile
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, takewhile
+from typing import Any, Literal, NamedTuple, cast
 
 from multipack.data.alpaca import alpaca_prompt
 from multipack.data.data_config import DataConfig
@@ -60,6 +60,24 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
 }
+
+
+MOST_RECORDS, MOST_REQUESTED = 32, 1 << 18
+"""Records that wait for the template together, and characters of their conversations. More objects that live at once
+cost Python's garbage collection more than fewer requests save."""
+_FAULTS = (ValueError, RecursionError, OverflowError)
+Entry = tuple[dict[str, Any] | BrokenRecord | None, str, str]
+"""A record, its fault, or None for a blank line; the name of its documents; its place for messages."""
+_Finish = Callable[[list[Any]], Sequence[Found]]
+
+
+class _Begun(NamedTuple):
+    """A record, what the template is asked to write of it, and a function that makes the documents of it."""
+
+    name: str
+    where: str
+    requests: list[str]
+    finish: _Finish
 
 
 class RecordReader:
@@ -126,26 +144,45 @@ class RecordReader:
         }
         return [name for name in names if name in wanted]
 
-    def documents(self, record: dict[str, Any], name: str, where: str, unit: str) -> Sequence[Found]:
-        """The documents of a record (of two answers two), or a `Skip` with the reason why it has none.
+    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Sequence[Found]]:
+        """The documents of each record in order: two of two answers, or a `Skip` with the reason why it has none.
+
+        Conversations are read ahead, because the template writes many of them at once.
 
         Args:
-            record: the fields.
-            name: of its documents.
-            where: names the record in messages.
-            unit: what it is one of: `lines` or `rows`.
+            entries: the records.
+            unit: what each is one of: `lines` or `rows`.
 
         Raises:
             ValueError: a setting does not suit the first record.
         """
+        for batch in _gathered(self._begun(entry, unit) for entry in entries):
+            requests = [request for begun in batch for request in begun.requests]
+            written = self.template.write(requests) if requests else iter(())
+            for name, where, asked, finish in batch:
+                try:
+                    found = finish([*islice(written, len(asked))] if asked else [])
+                except _FAULTS as error:
+                    found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
+                yield found
+
+    def _begun(self, entry: Entry, unit: str) -> _Begun:
+        """A record whose documents wait for the template."""
+        record, name, where = entry
+        found: Found
         try:
-            if self.form is None:
-                self._begin(record)
-            return self._documents(record, name)
-        except (ValueError, RecursionError, OverflowError) as error:
+            if isinstance(record, dict):
+                if self.form is None:
+                    self._begin(record)
+                return _Begun(name, where, *self._documents(record, name))
+            found = (
+                Skip(f"blank {unit}", name) if record is None else Skip(f"broken {unit}", name, str(record))
+            )
+        except _FAULTS as error:
             if self.form is None and not isinstance(error, BrokenRecord):
                 raise ValueError(f"{where}: {error}") from error
-            return [Skip(f"broken {unit}", name, f"{where}: {error}")]
+            found = Skip(f"broken {unit}", name, f"{where}: {error}")
+        return _Begun(name, where, [], lambda _: [found])
 
     def _begin(self, record: dict[str, Any]) -> None:
         """Take form and fields from the configuration, or else the first of `FORMS` that the record has."""
@@ -198,7 +235,8 @@ class RecordReader:
             raise ValueError(f"data.drop_system=true is for messages, but this is {form}; leave it out")
         self.form = form
 
-    def _documents(self, record: dict[str, Any], name: str) -> Sequence[Found]:
+    def _documents(self, record: dict[str, Any], name: str) -> tuple[list[str], _Finish]:
+        """What the template is asked to write of a record, and a function that makes the documents of it."""
         context: Any
         answers: Any
         if self.template is None:
@@ -207,26 +245,37 @@ class RecordReader:
         else:
             context, answers = self._messages(record)
         if len(answers) == 2 and answers[0] == answers[1]:
-            return [Skip("pairs of equal answers", name)]
+            return [], lambda _: [Skip("pairs of equal answers", name)]
         if not all(map(_has_answer, answers)):
-            return [Skip(WITHOUT_ANSWER[self.form or "text"], name)]
+            return [], lambda _: [Skip(WITHOUT_ANSWER[self.form or "text"], name)]
         weight = _weight(record, self._config.weight_field) if self._config.weight_field else 1.0
         if self.label:
             weight = weight if _label(record, self.label) else -weight
             last, self._last_answer = self._last_answer, answers[0]
             answers = [answers[0], answers[0] if last is None else last]
-        found: list[tuple[TextPart, ...]]
         notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
         if self.template is None:
             prompt = [TextPart(text + self._config.between, False) for text in context]
             if self.form == "alpaca":
                 prompt = alpaca_prompt(self._config.alpaca_prompt, *context)
-            found = [(*prompt, TextPart(answer, True)) for answer in answers]
-        else:
-            tools = read_tools(record.get(self.tools), self.tools)
-            found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
+            parts = [(*prompt, TextPart(answer, True)) for answer in answers]
+            return [], lambda _: self._found(name, parts, weight, notes)
+        tools = read_tools(record.get(self.tools), self.tools)
+        chats = [self.template.chat(context + answer, tools) for answer in answers]
+
+        def finish(written: list[Any]) -> Sequence[Found]:
+            cut = zip(written, chats, strict=True)
+            found = [self.template.cut(text, chat, len(context)) for text, chat in cut]
             own = zip(answers[:1] if self.label else answers, found, strict=False)  # not another record's
-            notes |= set().union(*(self.template.notes(context + a, tools, parts) for a, parts in own))
+            more = (self.template.notes(context + answer, tools, parts) for answer, parts in own)
+            return self._found(name, found, weight, notes.union(*more))
+
+        return [chat.request() for chat in chats], finish
+
+    def _found(
+        self, name: str, found: list[tuple[TextPart, ...]], weight: float, notes: set[str]
+    ) -> Sequence[Found]:
+        """The documents of these parts, after their notes are kept."""
         for text in sorted(notes) if notes else ():
             count, first = self.notes.get(text, (0, name))
             self.notes[text] = (count + 1, first)
@@ -275,6 +324,25 @@ class RecordReader:
             answers = answers if context else [_after_system(answer) for answer in answers]
             context = _after_system(context)
         return context, answers
+
+
+def _gathered(entries: Iterator[_Begun]) -> Iterator[list[_Begun]]:
+    """Records whose conversations are written at once; all others one by one, since they wait for nothing."""
+    batch, size = list[_Begun](), 0
+    try:
+        for entry in entries:
+            if not batch and not entry.requests:
+                yield [entry]
+                continue
+            batch.append(entry)
+            size += sum(map(len, entry.requests))
+            if len(batch) == MOST_RECORDS or size >= MOST_REQUESTED:
+                yield batch
+                batch, size = [], 0
+    except Exception:  # such as a broken file: first what was read before
+        yield batch
+        raise
+    yield batch
 
 
 def _left_out(fields: list[str]) -> list[str]:
@@ -364,16 +432,17 @@ def _message(value: Any, field: str) -> Message:
 def _content(message: Message, field: str) -> str:
     """The text of a message; the entries of a list are joined."""
     content = message.get("content")
+    if isinstance(content, str):
+        return content
     if content is None and message.get("tool_calls"):
         return ""
-    entries = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(entries, list):
+    if not isinstance(content, list):
         raise ValueError(f"the content of {field} is a {type(content).__name__}, not text")
-    for entry in entries:
+    for entry in content:
         kind = entry.get("type") if isinstance(entry, dict) else type(entry).__name__
         if kind != "text" or not isinstance(entry.get("text"), str):
             raise ValueError(f"the content of {field} holds {kind!r}; only 'text' can be trained on")
-    return "".join(entry["text"] for entry in entries)
+    return "".join(entry["text"] for entry in content)
 
 
 def read_tools(value: Any, field: str) -> list[Any] | None:

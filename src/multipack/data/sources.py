@@ -19,7 +19,7 @@ import io
 import json
 import platform
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import accumulate
@@ -28,10 +28,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from multipack.data import stdlib
 from multipack.data.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
-from multipack.data.records import RecordReader, without_nulls
+from multipack.data.records import Entry, RecordReader, without_nulls
 from multipack.data.skipped import MOST_PLACES, Places, add_places, grouped
 from multipack.data.texts import (
-    BrokenRecord,
     Found,
     Skip,
     SourceDocument,
@@ -54,7 +53,7 @@ class SourceFile(NamedTuple):
 
 
 class Source:
-    """The documents of a `DataConfig`, read from the start at each iteration, one in memory at a time.
+    """The documents of a `DataConfig`, read from the start at each iteration, some in memory at a time.
 
     Files are listed but not read before the first iteration.
 
@@ -93,6 +92,7 @@ class Source:
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
         self.skipped, self.places, self.fault = Counter[str](), Places(), ""
         self._ignored, self._done = 0, 0
+        self._reached: int | None = None  # `done`, while records are read ahead
         self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
             self.dataset = open_dataset(config)
@@ -140,16 +140,24 @@ class Source:
 
     @property
     def done(self) -> int:
-        """Amount that the current iteration has read, in `unit`."""
+        """Amount that the current iteration has read, in `unit`, without records that wait for the template."""
+        return self._read if self._reached is None else self._reached
+
+    @property
+    def _read(self) -> int:
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
     def __iter__(self) -> Iterator[SourceDocument]:
         self.skipped, self.places, self.fault = Counter(), {}, ""
-        self._done, self._open_file = 0, None
+        self._done, self._open_file, self._reached = 0, None, None
         self.reader.restart()
         if self._ignored:
             self.skipped["files of other kinds"] = self._ignored
-        for found in self._read_files() if self.dataset is None else self._checked(self._read_rows()):
+        for found in (
+            self._read_files()
+            if self.dataset is None
+            else self._checked(self.documents(self._read_rows(), "rows"))
+        ):
             if isinstance(found, SourceDocument):
                 yield found
             else:
@@ -206,13 +214,27 @@ class Source:
                     self._open_file = None
             self._done += file.size
 
-    def _read_rows(self) -> Iterator[Found]:
+    def _read_rows(self) -> Iterator[Entry]:
         """Rows of a Hugging Face data set; only the required columns are read."""
         rows = self.dataset.select_columns(self.reader.columns(self.dataset.column_names))
         for number, record in enumerate(rows, 1):
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
-            yield from self.reader.documents(without_nulls(dict(record)), name, where, "rows")
+            yield without_nulls(dict(record)), name, where
+
+    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Found]:
+        """The documents of records; `done` is the amount that was read up to each, although others are read ahead."""
+        read = deque[int]()
+
+        def noted() -> Iterator[Entry]:
+            for entry in entries:
+                read.append(self._read)
+                yield entry
+
+        for found in self.reader.documents(noted(), unit):
+            self._reached = read.popleft()
+            yield from found
+        self._reached = None
 
     @property
     def records(self) -> RecordReader:
@@ -289,18 +311,18 @@ def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[F
 
 def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """One JSON object per line; a `.json` file may hold a list of objects instead."""
-    for number, where, record in json_records(content, file.path):
-        name = f"{file.name}:{number}"
-        if record is None:
-            yield Skip("blank lines", name)
-        elif isinstance(record, BrokenRecord):
-            yield Skip("broken lines", name, str(record))
-        else:
-            yield from source.reader.documents(record, name, where, "lines")
+    records = json_records(content, file.path)
+    return source.documents(
+        ((record, f"{file.name}:{number}", where) for number, where, record in records), "lines"
+    )
 
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Rows of a Parquet file; only the required columns are read, and at most one row group is in memory."""
+    return source.documents(_parquet_rows(source, file, content), "rows")
+
+
+def _parquet_rows(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Entry]:
     pyarrow = import_extra("pyarrow", "data.source=parquet", "parquet")
     from pyarrow import parquet
 
@@ -312,7 +334,7 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
             for record in batch.to_pylist():
                 number += 1
                 name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
-                yield from source.reader.documents(without_nulls(record), name, where, "rows")
+                yield without_nulls(record), name, where
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
         raise ValueError(
             f"{file.path}, after row {number}: not a complete Parquet file: {reason_of(error)}"
