@@ -59,18 +59,17 @@ def test_a_model_in_the_cache_needs_no_network(snapshot, tmp_path):
     assert load_model("some/model").shape.d_model == SHAPE.d_model
     words = ["train.init_from=some/model", "adapter=lora", "preference.reference=some/model", "data=stdlib"]
     config = compose_run(words)
-    assert config.train.init_from == config.preference.reference == str(snapshot)
-    assert config.adapter.base == str(snapshot.resolve())
+    name = f"some/model@{'0' * 40}"
+    assert config.train.init_from == config.preference.reference == config.adapter.base == name
     assert config.model.d_model == SHAPE.d_model
     assert config.tokenizer.path == str(snapshot / "tokenizer.json")
 
 
 def test_an_adapter_names_its_base_as_the_hub_does(snapshot, tmp_path, capsys):
-    """For those who have another cache."""
-    words = (
-        "train.init_from=some/model adapter=lora train.eval_every=0 train.sample_tokens=0 log.verbose=true"
-    )
-    train(compose_run([*short_run(tmp_path), *words.split(), f"out={tmp_path / 'run'}"]))
+    """For those who have another cache: the run, its checkpoints and what is exported."""
+    words = [*short_run(tmp_path), f"out={tmp_path / 'run'}", "train.init_from=some/model", "adapter=lora"]
+    words += ["train.eval_every=0", "train.sample_tokens=0", "log.verbose=true"]
+    train(compose_run(words))
     assert "some/model at 0000" in " ".join(capsys.readouterr().out.split())
     rows = dict(export(tmp_path / "run", tmp_path / "adapter"))
     assert rows["frozen weights"] == f"some/model at {'0' * 40}"
@@ -78,6 +77,10 @@ def test_an_adapter_names_its_base_as_the_hub_does(snapshot, tmp_path, capsys):
     assert (written["base_model_name_or_path"], written["revision"]) == ("some/model", "0" * 40)
     assert f"'some/model', revision='{'0' * 40}'" in loading_code(tmp_path / "adapter")
     assert load_model(tmp_path / "adapter").shape.d_model == SHAPE.d_model
+    for file in (tmp_path / "run").rglob("config.yaml"):
+        assert f"base: some/model@{'0' * 40}" in file.read_text()
+    train(compose_run([*words, "train.resume=auto", "train.steps=3"]))
+    assert load_model(tmp_path / "run").shape.d_model == SHAPE.d_model
 
 
 def test_a_folder_of_that_name_comes_first(snapshot, tmp_path):

@@ -48,7 +48,7 @@ def model_folder(name: str, setting: str) -> Path:
         return _dequantized(path, f"{setting}={name}")
     if path.suffix == ".gguf" and not path.exists():
         raise FileNotFoundError(f"{setting}={name}: there is no such file")
-    if path.exists() or not _NAME.fullmatch(name):
+    if not is_name(name):
         return path
     hub = import_extra("huggingface_hub", f"{setting}={name}", "train")
     repository, _, revision = name.partition("@")
@@ -74,10 +74,28 @@ def model_folder(name: str, setting: str) -> Path:
     )
 
 
-def hub_name(folder: str) -> tuple[str, str]:
-    """The name on the hub and the revision of a folder in its cache; of another folder itself and an empty revision."""
-    found = _SNAPSHOT.fullmatch(folder)
-    return (found[1].replace("--", "/"), found[2]) if found else (folder, "")
+def hub_name(model: str) -> tuple[str, str]:
+    """Name and revision on the hub of NAME@REV or of a folder in the cache; another model and an empty revision."""
+    if found := _SNAPSHOT.fullmatch(model):
+        return found[1].replace("--", "/"), found[2]
+    name, _, revision = model.partition("@")
+    return (name, revision) if revision and is_name(model) else (model, "")
+
+
+def is_name(model: str) -> bool:
+    """Whether `model_folder` looks for a model on the hub and not in a folder."""
+    return bool(_NAME.fullmatch(model)) and not Path(model).exists() and not model.endswith(".gguf")
+
+
+def lasting_name(folder: Path) -> str:
+    """NAME@REV of a folder in the cache of the hub, which holds on every machine; of another folder its path."""
+    name, revision = hub_name(str(folder))
+    if revision:
+        from huggingface_hub import constants
+
+        if Path(constants.HF_HUB_CACHE).resolve() in folder.resolve().parents:
+            return f"{name}@{revision}"
+    return str(folder)
 
 
 def _is_whole(folder: Path) -> bool:

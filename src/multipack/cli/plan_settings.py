@@ -15,7 +15,7 @@ from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
-from multipack.training.run_config import Config, compose, resolve_weights, saved_shape
+from multipack.training.run_config import Config, compose, folder_of_weights, resolve_weights, saved_shape
 from multipack.words import ConfigError, as_text, changed_words, flatten, merge, read_yaml, split
 
 
@@ -196,7 +196,7 @@ def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool)
     if has_documents:
         base["tokenizer"] = asdict(config.tokenizer)
     if not any(word.startswith(("model", "cost=")) for word in settings):
-        base["model"] = _shape_values(Path(config.train.init_from))
+        base["model"] = _shape_values(folder_of_weights(config.train.init_from, "train.init_from"))
     return base
 
 

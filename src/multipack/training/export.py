@@ -24,7 +24,7 @@ from torch import Tensor
 from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
-from multipack.hub import hub_name
+from multipack.hub import hub_name, model_folder
 from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import config_of, scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
@@ -129,7 +129,7 @@ def export(
 
 def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The settings and tensors of an adapter in peft's format, checked for a base that peft can load."""
-    base, rows = Path(adapter.config.base), trained.shape.vocabulary_size
+    base, rows = model_folder(adapter.config.base, "adapter.base"), trained.shape.vocabulary_size
     if not is_export(base) or is_peft(base):
         raise ValueError(
             f"the adapter's frozen weights are those of {base}, which is no folder of a Hugging Face model: export the"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from multipack.atomic import cache_folder
 from multipack.checksums import checksum, digest_of, remembered
+from multipack.hub import model_folder
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base
 from multipack.models.pretrained import CONFIG, weight_files
 from multipack.parallel.world import World
@@ -40,7 +41,7 @@ def check_base(config: AdapterConfig, world: World) -> str:
     found = problem = ""
     failure: Exception | None = None
     try:
-        folder = weights_folder(Path(config.base))
+        folder = weights_folder(model_folder(config.base, "adapter.base"))
         found = _hash_of(folder)
         by_samples = config.base_hash and not config.base_hash.startswith(_RULE)
         if config.base_hash not in ("", found, *(_sampled(folder) if by_samples else ())):

@@ -31,6 +31,7 @@ from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.skipped import counted
+from multipack.hub import model_folder
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.objectives import check_options, find_loss
 from multipack.models.preference import PreferenceDecoder
@@ -286,7 +287,7 @@ class Preferences(Objective):
                 yield trained, engine.mesh
             return
         # Every rank holds this model whole; its shape may differ from that of the model to train.
-        initial = find_weights(Path(setting).expanduser(), world=engine.world)
+        initial = find_weights(model_folder(setting, "preference.reference"), world=engine.world)
         self.shape(initial.shape)
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
         shape, device, dtype = initial.shape.with_vocabulary(size), engine.world.device, engine.dtype

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from multipack.data.data_config import DataConfig, TokenizerConfig
 from multipack.data.skipped import counted
-from multipack.hub import model_folder
+from multipack.hub import is_name, lasting_name, model_folder
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
@@ -290,8 +290,8 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
         config.data = replace(config.data, template_date=old.get("data.template_date", ""))
     if config.adapter.name != "none":
         saved = old.get("adapter.base", "")
-        moved = not (restarts and saved and Path(saved).exists())
-        base = str(_weights(config.adapter.base or saved, "adapter.base").resolve()) if moved else saved
+        kept = restarts and saved and (is_name(saved) or Path(saved).exists())
+        base = saved if kept else _lasting(config.adapter.base or saved, "adapter.base")
         head = config.adapter.with_head("score") if old.get("model.scores") else config.adapter
         config.adapter = replace(head, base=base)
     check_unchanged(old, flatten(asdict(config)) | {"plan.micro_batches": 0})
@@ -307,7 +307,7 @@ def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
-    folder = _weights(path, "train.init_from")
+    folder = folder_of_weights(path, "train.init_from")
     if is_export(folder):
         from multipack.models.huggingface import decoder_shape  # imports torch
         from multipack.models.peft_format import peft_base, peft_shape
@@ -351,13 +351,14 @@ def resolve_weights(config: Config) -> Config:
     """
     train, preference, architecture = config.train, config.preference, config.model.architecture
     if preference.reference:
-        preference.reference = str(_weights(preference.reference, "preference.reference"))
+        preference.reference = _lasting(preference.reference, "preference.reference")
     given = train.init_from
     if architecture and not train.init_from and holds_weights(Path(architecture)):
         train.init_from = architecture
     if train.init_from:
-        train.init_from = str(_weights(train.init_from, "train.init_from"))
-        file = Path(train.init_from) / "tokenizer.json"
+        folder = folder_of_weights(train.init_from, "train.init_from")
+        train.init_from = lasting_name(folder)
+        file = folder / "tokenizer.json"
         if is_peft(file.parent) and not file.is_file():
             from multipack.models.peft_format import peft_base  # imports torch
 
@@ -365,16 +366,22 @@ def resolve_weights(config: Config) -> Config:
         free = config.tokenizer.kind == "auto" and config.data.source not in ("store", "mixture")
         if free and file.is_file():
             config.tokenizer = TokenizerConfig("file", str(file))
-    if config.adapter.name != "none" and (base := config.adapter.base or train.init_from):
-        config.adapter.base = str(_weights(base, "adapter.base").resolve())
-        if given and train.resume == "false" and Path(train.init_from).resolve() != Path(config.adapter.base):
+    if config.adapter.name != "none" and (base := config.adapter.base or given or train.init_from):
+        config.adapter.base = _lasting(base, "adapter.base")
+        other = given and folder.resolve() != folder_of_weights(base, "adapter.base").resolve()
+        if other and train.resume == "false":
             raise ConfigError(
                 f"train.init_from={given} is not read with adapter.base={base}: leave one of them out"
             )
     return config
 
 
-def _weights(path: str, setting: str) -> Path:
+def _lasting(model: str, setting: str) -> str:
+    """What is saved of a setting: name and revision on the hub, or the folder of the weights."""
+    return lasting_name(folder_of_weights(model, setting).resolve())
+
+
+def folder_of_weights(path: str, setting: str) -> Path:
     """The folder of the weights at the path in a setting."""
     try:
         folder = model_folder(path, setting)

@@ -11,6 +11,7 @@ from typing import Any
 
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.tokenizer import Tokenizer
+from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -80,7 +81,7 @@ def check_model(config: Config, processes: int, console: Console) -> None:
             )
         path = config.train.init_from
         foreign = bool(config.model.architecture)
-        rows = trained_shape(Path(path).expanduser(), foreign).vocabulary_size if path else 0
+        rows = trained_shape(model_folder(path, "train.init_from"), foreign).vocabulary_size if path else 0
         size = max(rows, tokenizer.vocabulary_size)
     shape = config.shape_with(size)
     parallel.check(shape, processes, config.plan.capacity, resumed=config.train.resume != "false")

@@ -114,7 +114,11 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
     ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
     divided = rows["parallel"].removeprefix("none: ")
     parallel = "" if divided == "one process" else f"; {divided}"
-    start = f", from {config.train.init_from}" if config.train.init_from and run.resumed is None else ""
+    start = (
+        f", from {hub_name(config.train.init_from)[0]}"
+        if config.train.init_from and run.resumed is None
+        else ""
+    )
     return [
         (
             "model",

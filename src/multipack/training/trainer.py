@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from multipack.data.vocabularies import read_text
+from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import open_foreign
 from multipack.models.sampling import Sampling
@@ -113,8 +114,9 @@ class Trainer(StepApplier):
         if config.adapter.name != "none":  # frozen weights are in no checkpoint
             starts_from = config.adapter.base
             config.adapter.base_hash = check_base(config.adapter, world)
-        path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
-        initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
+        foreign = bool(config.model.architecture)
+        start = model_folder(starts_from, "train.init_from") if starts_from else None
+        initial = find_weights(start, world=world, foreign=foreign) if start else None
         resumed = self.resumed.path if self.resumed else None
         self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial, resumed))
         config, notes = resolve(config, self.objective, self.shape, packs, world)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
-from multipack.hub import hub_name
+from multipack.hub import hub_name, model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.huggingface import decoder_shape, parameter_shapes
@@ -169,7 +169,9 @@ def find_weights(
         return TrainedWeights(folder, shape, read, tokenizer, step)
     try:
         check_base(config, world or World())
-        base = find_weights(Path(config.base), world=world, foreign=bool(shape.architecture))
+        base = find_weights(
+            model_folder(config.base, "adapter.base"), world=world, foreign=bool(shape.architecture)
+        )
         frozen, _ = adapt_weights(base, shape, tokenizer, "adapter.base")
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
