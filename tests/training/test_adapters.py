@@ -400,11 +400,12 @@ def test_an_adapter_of_a_module_that_settings_do_not_name_is_refused_as_peft_lea
         *(("exclude_modules", each) for each in (["q_proj"], r".*\.1\.mlp\.\w+", 1)),
         *(("layers_to_transform", each) for each in (1, [0], [0, True], "01")),
         *(("rank_pattern", {each: 2}) for each in ("(", "(((.)+)+)+!")),
-        *(("modules_to_save", each) for each in (["mlp"], ["q_proj"], "score")),
+        *(("modules_to_save", each) for each in (["mlp"], ["q_proj"], "score", "\n")),
     ):
         file.write_text(json.dumps(good | {setting: value}))
-        with pytest.raises(ValueError, match=rf"adapter_config.json: {setting}"):
+        with pytest.raises(ValueError, match=rf"adapter_config.json: {setting}") as caught:
             load_model(adapter)
+        assert "\n" not in str(caught.value)
     file.write_text(json.dumps(good | {"layers_to_transform": [0, 1], "layers_pattern": "h"}))
     with pytest.raises(ValueError, match="layers_to_transform"):
         load_model(adapter)

@@ -53,7 +53,7 @@ def _texts(file: Path, setting: str, given: Mapping[str, Any]) -> list[str]:
     """
     value = given.get(setting) or []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ValueError(f"{file}: {setting} must be a list of names, got {str(value)[:60]}")
+        raise ValueError(f"{file}: {setting} must be a list of names, got {value!r:.60}")
     return value
 
 
@@ -75,7 +75,7 @@ def _in_layers(file: Path, given: Mapping[str, Any], modules: Sequence[str]) -> 
         return [True] * len(modules)
     layers = layers if isinstance(layers, list) else [layers]
     if not all(type(each) is int for each in layers):
-        raise ValueError(f"{file}: layers_to_transform must be whole numbers, got {str(layers)[:60]}")
+        raise ValueError(f"{file}: layers_to_transform must be whole numbers, got {layers!r:.60}")
     names = _texts(
         file, "layers_pattern", {"layers_pattern": [pattern] if isinstance(pattern, str) else pattern}
     )
@@ -107,7 +107,7 @@ def by_pattern(
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ValueError(
             f"{file}: {setting} must have a positive number for each name or regular expression of modules, got"
-            f" {str(given)[:60]} ({error}); merge the adapter with peft"
+            f" {given!r:.60} ({error}); merge the adapter with peft"
         ) from None
     of_module = {
         module: value
