@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,7 +94,10 @@ def test_a_trace_is_summed_up():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_part_runs_in_its_reduced_form(check, tmp_path):
-    rows = check.run_parts(check.all_parts(), "cpu", True, tmp_path)
+    parts = [
+        replace(part, limit=1800) for part in check.all_parts()
+    ]  # their limits are for an idle GPU machine
+    rows = check.run_parts(parts, "cpu", True, tmp_path)
     assert {row["part"]: row["state"] for row in rows} == {row["part"]: "passed" for row in rows}
     for part in check.BENCHES:
         assert (tmp_path / f"{part.name}.json").is_file()

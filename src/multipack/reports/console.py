@@ -53,13 +53,15 @@ class Detail(str):
     """A note on a choice that rows of a header show; only `log.verbose` prints it."""
 
 
-def folded(notes: Sequence[str], most: int) -> list[str]:
-    """Notes as at most this number of lines: wrapped if they fit, else a line of each and how many are left out."""
-    lines = [line for note in notes for line in wrapped(note, LINE).split("\n")]
-    if len(lines) <= most:
-        return lines
-    lines = [textwrap.shorten(note, LINE, placeholder=" …") for note in notes]
-    return lines if len(lines) <= most else [*lines[: most - 1], f"… and {len(lines) - most + 1} more notes"]
+def folded(notes: Sequence[str], most: int) -> tuple[list[str], int]:
+    """The first notes, each whole and wrapped, in this number of lines if the first fits; and how many are left out."""
+    lines: list[str] = []
+    for number, note in enumerate(notes):
+        more = wrapped(note, LINE).split("\n")
+        if lines and len(lines) + len(more) > most:
+            return lines, len(notes) - number
+        lines += more
+    return lines, 0
 
 
 Advance = Callable[..., None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 import signal
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -74,11 +73,12 @@ def print_header(run: Trainer, seconds: float) -> None:
     elif console.enabled:
         brief = brief_rows(run, dict(rows), measured)
         for name, text in brief:
-            console.line(f"  {name:<9}  {textwrap.shorten(text, LINE - 13, placeholder=' …')}")
+            console.line(f"  {name:<9}  {wrapped(text, LINE, 13)}")
         notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
-        for line in folded([*_left_out(run.corpus), *notes], max(HEADER_LINES - console.printed, 1)):
+        lines, left = folded([*_left_out(run.corpus), *notes], HEADER_LINES - console.printed)
+        for line in lines:
             console.line(line)
-        more = "; log.verbose=true prints more"
+        more = f"; log.verbose=true prints {counted(left, 'more notes') if left else 'more'}"
         whole = f"{start} in {run.run.path}{more}"
         console.line(whole if len(whole) <= LINE else start + more)
 
