@@ -77,7 +77,9 @@ def test_a_step_and_an_evaluation_are_a_line():
     line = evaluation_line(many, False, ["val_rewards_7"])
     assert len(line) <= 100
     assert line.endswith(", …")
-    assert line.index("val rewards 7") < line.index("val rewards 0")
+    assert line.index(" rewards 7") < line.index(" rewards 0")
+    pairs = {"step": 12000, "val_loss": 0.5, "val_reward_accuracy": 0.5, "val_reward_margin": -1.5}
+    assert evaluation_line(pairs, False).endswith("reward accuracy 0.5000, reward margin -1.5000")
 
 
 def test_a_sample_is_one_line():
