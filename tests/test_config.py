@@ -415,9 +415,12 @@ def test_numbers_that_no_setting_can_have_are_refused(tmp_path, text):
         ("adapter: {targets: [{q_proj: k_proj}]}", "adapter.targets"),
         ("adapter: {targets: [q_proj, []]}", "adapter.targets"),
         ("optimizer: {rules: [[embedding lr=1]]}", "optimizer.rules"),
+        ("log: {documents: 2}", "log.documents"),
+        ("plan.capacity: 5\nplan: {capacity: 6}", "plan.capacity"),
+        ("plan: {capacity: 6}\nplan.capacity: 5", "plan.capacity"),
     ],
 )
-def test_empty_groups_and_lists_in_lists_are_no_values(tmp_path, text, name):
+def test_values_that_a_setting_cannot_have_are_refused(tmp_path, text, name):
     path = tmp_path / "file.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"(^|no setting ){re.escape(name)}"):

@@ -180,11 +180,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested groups by full name, `group.key`; in a group, {} is a value."""
+    """Return the values of nested groups by full name, `group.key`; in a group, {} is a value.
+
+    Raises:
+        ConfigError: a name is there twice, as in `plan.capacity: 5` beside `plan: {capacity: 6}`.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_group = isinstance(value, dict) and (value or not prefix)
-        flat |= flatten(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+        more = flatten(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+        for name in more.keys() & flat:
+            raise ConfigError(f"{name}={more[name]} and {name}={flat[name]} are both given: leave one out")
+        flat |= more
     return flat
 
 
@@ -280,6 +287,8 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
             raise ConfigError(_unknown(key, list(known)))
         if _interpolates(value):
             raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
+        if isinstance(known[key], bool) and type(value) in (int, float) and value not in (0, 1):
+            raise ConfigError(f"{key}={value}: must be true or false")
         if isinstance(known[key], str) and isinstance(value, bool):  # YAML's true and false
             value = str(value).lower()
         if isinstance(known[key], list | tuple) and isinstance(value, str):

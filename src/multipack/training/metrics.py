@@ -111,7 +111,8 @@ def evaluation_line(metrics: Mapping[str, float], tokens: bool = True, first: Se
     names = [name for name in (*first, *metrics) if name in metrics and name not in ("step", "val_loss")]
     line = f"evaluation after step {metrics['step']:.0f}: {loss_text(metrics['val_loss'], tokens)}"
     parts = [
-        f", {name.removeprefix('val_').replace('_', ' ')} {metrics[name]:.4f}" for name in dict.fromkeys(names)
+        f", {name.removeprefix('val_').replace('_', ' ')} {metrics[name]:.4f}"
+        for name in dict.fromkeys(names)
     ]
     for number, part in enumerate(parts, start=1):
         if len(line) + len(part) > LINE - (len(", …") if number < len(parts) else 0):
