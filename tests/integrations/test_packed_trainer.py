@@ -5,11 +5,13 @@ import shutil
 from itertools import pairwise
 
 import pytest
+import tokenizers
 import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from multipack.data.tokenizer import byte_tokenizer  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer  # noqa: E402
 
@@ -22,7 +24,7 @@ def documents(*lengths, labels=None):
     return [row | ({} if labels is None else {"labels": [labels] * len(row["input_ids"])}) for row in rows]
 
 
-def trainer(folder, data, **settings):
+def trainer(folder, data, sft=False, **settings):
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=WIDTH,
@@ -33,9 +35,25 @@ def trainer(folder, data, **settings):
     )
     torch.manual_seed(0)
     named = {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    args = transformers.TrainingArguments(str(folder), per_device_train_batch_size=1, **named | settings)
     model = transformers.LlamaForCausalLM(config)
-    return PackedTrainer(model, args, COLLATOR, train_dataset=data, eval_dataset=data, capacity=64)
+    given = {"train_dataset": data, "eval_dataset": data, "capacity": 64}
+    named |= {"per_device_train_batch_size": 1, **settings}
+    if not sft:
+        return PackedTrainer(model, transformers.TrainingArguments(str(folder), **named), COLLATOR, **given)
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from multipack.integrations.trl import PackedSFTTrainer
+
+    given |= dict.fromkeys(("train_dataset", "eval_dataset"), datasets.Dataset.from_list(data))
+    named |= {"bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    tokens = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(byte_tokenizer().to_json()),
+        pad_token="a",
+        eos_token="b",
+    )
+    return PackedSFTTrainer(
+        model, trl.SFTConfig(str(folder), **named), COLLATOR, processing_class=tokens, **given
+    )
 
 
 def noises(host):
@@ -60,9 +78,10 @@ def lengths_of(positions):
     return [stop - start for start, stop in pairwise(starts)]
 
 
-def test_noise_of_embeddings_has_the_size_of_each_document(tmp_path):
+@pytest.mark.parametrize("sft", [False, True], ids=["transformers", "trl"])
+def test_noise_of_embeddings_has_the_size_of_each_document(tmp_path, sft):
     lengths = (5, 40, 12)
-    host = trainer(tmp_path, documents(*lengths), neftune_noise_alpha=ALPHA, max_steps=1)
+    host = trainer(tmp_path, documents(*lengths), sft, neftune_noise_alpha=ALPHA, max_steps=1)
     found = noises(host)
     host.train()
     (row,) = found
