@@ -73,6 +73,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
         "filled (padded rows",
         "log.verbose=true prints more",
         "pad factor",
+        "loss by step",
         str(out / "metrics.jsonl"),
         f"final validation loss {result.val_loss:.4f} (perplexity {math.exp(result.val_loss):.4g})",
     ):

@@ -25,7 +25,8 @@ from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
-from multipack.reports.run_page import write_page
+from multipack.reports.run_data import read_run
+from multipack.reports.run_page import loss_curve, write_page
 from multipack.reports.summary import Rows, report_rows
 from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
@@ -164,6 +165,8 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     if run.corpus.arriving is None:  # arriving documents may never become a store
         rows.append(("token store", run.corpus.store_path))
     console.section("written", [(name, str(path)) for name, path in rows])
+    if comparison is not None and run.files.log is not None:
+        console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
     last = []
     if run.val_loss is not None and run.evaluated == run.step:
         found = [
