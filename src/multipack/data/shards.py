@@ -370,7 +370,7 @@ class StoreHeader:
             raise damaged(file, f"not the header of a token store ({error})") from error
         if version != (FORMAT, VERSION):
             raise ValueError(
-                f"{folder} has version {version[1]} of the token store's format, and this multipack reads version"
+                f"{folder} has version {version[1]!r:.20} of the token store's format, and this multipack reads version"
                 f" {VERSION}: prepare the store again (or update multipack)"
             )
         if header._checksum() != checksum:

@@ -189,7 +189,7 @@ class ModelShape:
                 )
         if self.family not in ("", *BY_TYPE):
             nearest = difflib.get_close_matches(self.family, BY_TYPE, 1, 0.0)[0]
-            raise ValueError(f"model.family={self.family} is no known family; the nearest is {nearest}")
+            raise ValueError(f"model.family={self.family!r:.40} is no known family; the nearest is {nearest}")
         self._check_optional()
 
     def _check_optional(self) -> None:
