@@ -233,7 +233,7 @@ def check_format(checkpoint: Path) -> None:
     if version != FORMAT:
         raise ValueError(
             f"{checkpoint} has format {version!r:.20}, and this version of multipack reads format {FORMAT}: continue"
-            " with the version that wrote it, or export its weights with that version and start from them (train.init_from)"
+            " with the version that wrote it, or export its weights with it and start from them (train.init_from)"
         )
 
 
