@@ -10,7 +10,8 @@ has a deadline besides, after which the processes are killed. After a failure, w
 pool starts anew.
 
 torch's meshes of the same sizes and names are one mesh for all cases of a pool: each has groups, and every group has
-threads and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end).
+threads and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end). Each such
+thread wakes a hundred times a second, so that a pool whose processes have `MOST_THREADS` is replaced.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ["pytest", "preloaded"]
+MOST_THREADS = 40
+"""A world of one mesh has about 12; 140 after all cases of some files, where half of two cores went into wake-ups."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,12 @@ class Pool:
 
     def outcomes(self, case, *arguments, seconds: float = 120.0) -> list[Outcome]:
         """The same without raising: each rank's outcome."""
+        if (
+            self._processes
+            and self._processes[0].is_alive()
+            and _threads(self._processes[0].pid) > MOST_THREADS
+        ):
+            self.close()
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -134,6 +143,12 @@ class Pool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+def _threads(process: int) -> int:
+    """Number of threads of a process; 0 where there is no /proc."""
+    tasks = Path(f"/proc/{process}/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 @contextmanager
