@@ -273,7 +273,7 @@ def test_most_documents_is_what_the_shortest_allow():
         ({"packs_per_step": 2.0}, "packs_per_step"),
         ({"window": 0}, "window"),
         ({"packs_per_step": 10**12}, "packs_per_step must be at most"),
-        ({"effort": 2**63}, "effort must be at most"),
+        ({"align": 2**63}, "align must be at most"),
         ({"max_documents": 2**63}, "max_documents must be at most"),
         ({"budget": 11}, "cannot exceed plan.capacity=10"),
         ({"budget": -1}, "budget"),

@@ -284,8 +284,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
 
     def _arrangement(self) -> dict[str, Any]:
         """What determines the micro-batches of a step."""
-        effort = self.plan.options.effort
-        return {"world_size": self.world_size, "sync": self.sync, "effort": effort, "dealing": DEALING}
+        return {"world_size": self.world_size, "sync": self.sync, "dealing": DEALING}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, in the next iterator.
@@ -313,7 +312,8 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         )
         mine = self._arrangement()
         saved = {name: state.get(name) for name in mine}
-        if micro_batch and saved != mine:
+        # Earlier versions could be given more effort, which deals a step differently.
+        if micro_batch and (saved != mine or state.get("effort", 1) != 1):
             raise ValueError(
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches assigned to ranks with"
                 f" {saved} (now {mine}); continue with those, or from the beginning of a step"

@@ -36,7 +36,6 @@ _COARSE, _COARSE_HALF = 1_000, 4  # quick: with few documents until loads are wi
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
 _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
-_MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 _SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 _GOLDEN = 0.618  # multiples of the golden ratio, modulo 1, are evenly distributed, however many they are
 
@@ -150,9 +149,7 @@ def deal_packs(
     order = costliest_first(slots, costs)
     placed, lengths, costs = own[order], slots[order], costs[order]
     limit, joint, capacity = options.max_documents, options.balance == "joint", options.capacity
-    step = Arrangement(
-        lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint, effort=options.effort
-    )
+    step = Arrangement(lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint)
     fill_empty(placed, step.packs)
     if ranks > 1:
         goal = least_step_cost(lengths, costs, step.ranks, micro_batches, capacity, sync)
@@ -180,7 +177,6 @@ class Arrangement:
     max_documents: int = 0  # maximum documents of a pack; 0 = no limit
     sync: Sync = "step"  # where ranks wait for each other
     joint: bool = False  # balance tokens and their squares instead of costs
-    effort: int = 1  # rearrangements tried, in multiples of the default
     quick: bool = False  # begin with smaller rearrangements and end farther from the proven minimum
 
     @property
@@ -307,12 +303,11 @@ class Arrangement:
             goal = least if once or joint else least_maximum(lengths, costs, self.ranks, self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
             packs, mean = placed[inside] - point * self.ranks, int(costs.sum()) // self.ranks
-            half = (_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE)
+            half = _JOINT_HALF if joint else _HALF
             excess = 0 if joint else max(goal + goal // self.close - mean, 0)
             stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
             for size, most in (*stages, (half, excess)):
-                attempts = _ATTEMPTS * self.effort * self.ranks * slots
-                search = (size, attempts, _FAILURES * slots**2 * self.effort, most)
+                search = (size, _ATTEMPTS * self.ranks * slots, _FAILURES * slots**2, most)
                 limits = (self.capacity, self.limit, self.ranks, slots)
                 balancing.balance(packs, lengths, np.stack(loads), *limits, *search)
             placed[inside] = packs + point * self.ranks

@@ -42,6 +42,8 @@ class PlanOptions:
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
+    RETIRED: ClassVar[tuple[str, ...]] = ("effort",)
+    """Settings that saved runs may have and that are gone."""
 
     capacity: int = 2048
     """Maximum tokens of a pack: the hard limit, set by memory."""
@@ -67,8 +69,6 @@ class PlanOptions:
     """Packs with costly long documents share steps: better balance, less random steps."""
     align: int = 1
     """Each document is padded to a multiple of this many tokens (2 · context · tensor parallel, fp8 tiles)."""
-    effort: int = 1
-    """Rearrangements tried when a step is dealt, in multiples of the default: better balance, more time."""
 
     def __post_init__(self) -> None:
         """Check every field, and fields against each other.
@@ -76,7 +76,7 @@ class PlanOptions:
         Raises:
             ValueError: the message names the setting, what was given and what is legal.
         """
-        for name in ("packs_per_step", "window", "align", "effort"):
+        for name in ("packs_per_step", "window", "align"):
             object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name), most=LARGEST))
         capacity = check_integer("plan.capacity", self.capacity, most=LARGEST_CAPACITY)
         object.__setattr__(self, "capacity", capacity)
@@ -148,7 +148,7 @@ class PlanOptions:
             balanced: the cost that packs are equalized in.
             steps: number of steps, where it was given.
         """
-        names = {field.name for field in fields(self)} - {"micro_batches", "effort"}
+        names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
         cost = balanced.key() if self.balance == "cost" else self.balance
         return values | {"budget": self.mean, "steps": steps, "cost": cost}

@@ -20,7 +20,7 @@ from multipack.planning.lengths import Packs, check_integer, check_lengths, pack
 
 __all__ = ["Method", "Packs", "pack", "packs_from"]
 
-Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
+Method = Literal["next_fit", "first_fit_decreasing", "best_fit", "fewest"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: multiples of it modulo 2^64 mix the documents, sorted by length, evenly."""
@@ -38,11 +38,11 @@ def pack(
     Args:
         lengths: (documents,) tokens of each document.
         capacity: most tokens of a pack.
-        method: `next_fit` keeps the order of the documents. `first_fit_decreasing` and `best_fit` (also
-            `best_fit_decreasing`) take the longest first and need at most 11/9 of the fewest packs + 6/9 (Dósa 2007);
-            best fit is exact: always the smallest room that fits. `fewest` starts from best fit and searches for fewer
-            packs and for a proof that there are none: see `fewest.py`. With `max_documents`, first fit replaces the
-            last two where it needs fewer packs, in the documents' own order or in one that mixes lengths evenly.
+        method: `next_fit` keeps the order of the documents. `first_fit_decreasing` and `best_fit` take the longest
+            first and need at most 11/9 of the fewest packs + 6/9 (Dósa 2007); best fit is exact: always the smallest
+            room that fits. `fewest` starts from best fit and searches for fewer packs and for a proof that there are
+            none: see `fewest.py`. With `max_documents`, first fit replaces the last two where it needs fewer packs, in
+            the documents' own order or in one that mixes lengths evenly.
         max_documents: most documents of a pack; None = no limit.
         time_budget: CPU seconds of this process after which `fewest` returns its best packing and bound so far. It is
             checked between rounds. Packs are reproducible if it is not exhausted.
