@@ -30,7 +30,6 @@ from multipack.planning.options import (
     check_carried,
     check_fingerprint,
     opened,
-    sealed,
 )
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan
@@ -280,7 +279,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
         """The state before a micro-batch of the current epoch, as plain values."""
-        return sealed(self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement())
+        return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
 
     def _arrangement(self) -> dict[str, Any]:
         """What determines the micro-batches of a step."""

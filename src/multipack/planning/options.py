@@ -275,47 +275,22 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
     )
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """A state to be saved, with a checksum that `opened` compares."""
-    return state | {"checksum": _checksum(state)}
-
-
 @contextmanager
 def opened(state: Any, what: str, *names: str) -> Iterator[None]:
-    """Context for loading a saved state: checks its keys and checksum, and refuses values of wrong types.
-
-    Errors that such values cause inside become a ValueError.
+    """Context for loading a saved state: checks its keys, and turns errors of values of wrong types into a ValueError.
 
     Args:
-        state: what `sealed` returned.
+        state: any value; states of earlier versions have a checksum, which is not read.
         what: its name in messages.
         names: keys that it must have.
 
     Raises:
-        ValueError: the state lacks a key, differs from its checksum, or holds values of a wrong type.
+        ValueError: the state lacks a key, or holds values of a wrong type.
     """
     try:
-        if missing := [name for name in (*names, "checksum") if name not in state]:
+        if missing := [name for name in names if name not in state]:
             raise ValueError(f"{what} lacks {', '.join(missing)}")
-        if state["checksum"] != _checksum(state):
-            raise ValueError(
-                f"{what} is damaged: it differs from its checksum; continue from another checkpoint"
-            )
         yield
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         raise ValueError(f"{what} is damaged: {reason}; continue from another checkpoint") from error
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    """SHA-256 of a state without its checksum, the same after JSON. Arrays count by their bytes, objects by type."""
-
-    def plain(value: Any) -> Any:
-        array = np.ascontiguousarray(value)
-        known = array.dtype.kind in "biuf"
-        return (
-            [array.dtype.str, hashlib.sha256(array.tobytes()).hexdigest()] if known else type(value).__name__
-        )
-
-    values = {name: state[name] for name in state if name != "checksum"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=plain).encode()).hexdigest()

@@ -30,7 +30,6 @@ from multipack.planning.options import (
     Sync,
     check_choice,
     opened,
-    sealed,
 )
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
@@ -234,9 +233,7 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        return sealed(
-            {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
-        )
+        return {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
