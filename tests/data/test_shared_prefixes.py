@@ -64,9 +64,9 @@ def sampler(groups: bool = False, rank: int = 0, world: int = 1, **changes: Any)
 def test_slots_and_costs_of_items_are_those_of_their_trees(groups: bool) -> None:
     items = source(groups).items(seed=1, epoch=2)
     assert sorted(items.members.order.tolist()) == list(range(len(DOCUMENTS)))
-    assert sorted(items.places.tolist()) == list(range(len(DOCUMENTS)))
+    assert sorted(items.member_places.tolist()) == list(range(len(DOCUMENTS)))
     cost = CostModel.from_shape(SHAPE)
-    found = cost.cost(items.slots, items.attention)
+    found = cost.cost(items.slots, items.pairs)
     for number, members in enumerate(items.members):
         tree = PrefixTree.of([DOCUMENTS[member] for member in members], 8)
         assert items.slots[number] == tree.num_slots <= 512
@@ -143,7 +143,7 @@ def test_a_resumed_sampler_continues_exactly() -> None:
 
 def test_the_order_is_kept_as_windows_promise_and_epochs_differ() -> None:
     made = sampler(order="given").plan
-    assert made.items is not None
+    assert made.min_prefix is not None
     found = report(made)
     assert found.displacement_max <= 2 * made.window
     assert found.documents == len(DOCUMENTS)

@@ -205,7 +205,7 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
     from multipack.planning.report import even
 
     cost, ranks = planned.cost_model, command.context
-    if ranks == 1 or cost.shape is None or planned.items is not None:
+    if ranks == 1 or cost.shape is None or planned.min_prefix is not None:
         return []
     numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
     packs = [

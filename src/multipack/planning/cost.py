@@ -212,12 +212,16 @@ class CostModel:
         """
         checked = check_lengths(lengths)
         self.check(checked)
+        return self.cost_of(checked, attention)
+
+    def cost_of(self, slots: NDArray[np.int64], attention: AttentionPairs | None) -> NDArray[np.int64]:
+        """As `cost`, of slots that were checked: a plan checks its documents once, and asks for every window."""
         if attention is not None:
-            cost = self.linear * checked + self.quadratic * attention.pairs
+            cost = self.linear * slots + self.quadratic * attention.pairs
             return cost + self.sliding * attention.windowed + self.constant * attention.documents
-        cost = checked * (self.linear + self.quadratic * (checked + 1))
+        cost = slots * (self.linear + self.quadratic * (slots + 1))
         if self.sliding:
-            cost += self.sliding * windowed_pairs(checked, self.window)
+            cost += self.sliding * windowed_pairs(slots, self.window)
         return cost + self.constant if self.constant else cost
 
     def check(self, lengths: NDArray[np.int64]) -> None:

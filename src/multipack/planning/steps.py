@@ -78,9 +78,8 @@ class StepRules:
     """Settings shared by all windows of an epoch or a stream."""
 
     options: PlanOptions
-    price: Callable[
-        [Integers, Integers], Integers
-    ]  # entries and their slots → costs that packs are balanced in
+    # positions and their slots → costs that packs are balanced in
+    price: Callable[[Integers, Integers], Integers]
     seed: int
     epoch: int
     even: bool  # whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible
@@ -95,6 +94,7 @@ class Division:
     step_sizes: NDArray[Any]  # (steps,) number of packs of each step
     next: int  # first position that was not considered
     deferred: Integers  # positions before `next` in no step, ascending
+    width: int  # maximum number of steps planned together
 
     @cached_property
     def pack_offsets(self) -> Integers:
@@ -139,7 +139,7 @@ def divide(
     """
     entries, made = len(ends) - 1, 0
     nothing = np.empty(0, dtype=np.int64)
-    windows = [Division(nothing, nothing, nothing, deferred, np.arange(deferred, dtype=np.int64))]
+    windows = [Division(nothing, nothing, nothing, deferred, np.arange(deferred, dtype=np.int64), 0)]
     while True:
         last = windows[-1]
         slots = int(ends[-1] - ends[last.next]) + int((ends[last.deferred + 1] - ends[last.deferred]).sum())
@@ -170,6 +170,7 @@ def divide(
         np.concatenate([window.step_sizes for window in windows]),
         last.next,
         last.deferred,
+        width,
     )
 
 
@@ -222,7 +223,7 @@ def _window(
     left = positions[(placed < 0) & (positions < furthest)]
     entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
     entries = entries.astype(np.min_scalar_type(len(ends)))  # these arrays are as long as an epoch
-    return Division(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
+    return Division(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])), width)
 
 
 def _intake(
@@ -329,8 +330,8 @@ def _arrange(
     return entries, sizes[final], np.diff(bounds)[turns]
 
 
-def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[Division, int]:
-    """Divide a sequence by the option `tail`, or into exactly `steps` steps; and the number of steps planned together.
+def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> Division:
+    """Divide a sequence by the option `tail`, or into exactly `steps` steps.
 
     keep     few steps that hold all documents, evenly filled
     drop     full steps only; documents are left over
@@ -359,7 +360,7 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
                 f" do not fill one of {options.packs_per_step} × {options.mean:,}; use tail='keep', or"
                 " lower packs_per_step or capacity"
             )
-        return divide(ends, rules, steps, extend, width=width), width
+        return divide(ends, rules, steps, extend, width=width)
     if steps is None:
         needed = min(options.needed_steps(slots, entries), entries)
         tried, even = list[Division](), needed
@@ -369,7 +370,7 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             if taken <= even + even // 256:
                 break
             even = (even + taken + 1) // 2
-        return min(reversed(tried), key=lambda made: len(made.step_sizes)), width
+        return min(reversed(tried), key=lambda made: len(made.step_sizes))
     width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
     while width < steps:
         # Search the number of steps to spread over evenly; documents that do not fit add further steps.
@@ -377,7 +378,7 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
         while low <= high:
             made = divide(ends, rules, even, options.needed_steps, width=width)
             if len(made.step_sizes) == steps:
-                return made, width
+                return made
             low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
             even = (low + high) // 2
         width = min(2 * width, steps)
@@ -389,4 +390,4 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             f"steps={steps:,} are too few for every document: first fit needs {packs:,} packs, which is"
             f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
         )
-    return made, steps
+    return made
