@@ -219,7 +219,7 @@ def place(
 
 @dataclass(frozen=True)
 class Placing:
-    """How a run places packs: the arguments of `choose` that all packs share."""
+    """How a run places packs. Slots of a pack are a multiple of `ranks` · `multiple`."""
 
     cost: CostModel  # the cost of documents
     ranks: int  # number of context ranks
@@ -229,29 +229,32 @@ class Placing:
     slack: float = 0.0
 
     def __call__(self, lengths: ArrayLike, slots: int) -> tuple[Placement | None, Integers]:
-        """Place a pack of this many slots, a multiple of `ranks` · `multiple`.
+        """Place a pack of this many slots.
 
         Returns:
             The placement, None = Ulysses; and the (ranks,) slots that each rank computes.
         """
-        even = slots // self.ranks
-        most = int(even * (1 + self.slack)) // self.multiple * self.multiple
-        found = choose(lengths, self.cost, self.ranks, most, self.prices, not self.slack)
-        if found is None or not self.slack:
-            return found, np.full(self.ranks, even)
-        return found, -(-np.maximum(found.tokens, 1) // self.multiple) * self.multiple
+        cheaper = self.cheaper(self.planned(lengths, slots), slots)
+        if cheaper is None or not self.slack:
+            return cheaper, np.full(self.ranks, slots // self.ranks)
+        return cheaper, -(-np.maximum(cheaper.tokens, 1) // self.multiple) * self.multiple
 
+    def planned(self, lengths: ArrayLike, slots: int) -> Placement:
+        """The placement by cost of a pack of this many slots."""
+        return place(lengths, self.cost, self.ranks, self._most(slots), self.prices, not self.slack)
 
-def choose(
-    lengths: ArrayLike, cost: CostModel, ranks: int, slots: int, prices: Prices, padded: bool = True
-) -> Placement | None:
-    """`place`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
-    found = place(lengths, cost, ranks, slots, prices, padded)
-    if prices.token is None or not found.sent.any():
-        return found
-    computed, each = (slots, slots) if padded else (0, int(found.tokens.sum()) // ranks)
-    even = int(found.costs(cost, computed).sum()) // ranks + prices.token * each
-    return None if _lower(even, found.slowest(cost, prices, computed)) else found
+    def cheaper(self, planned: Placement, slots: int) -> Placement | None:
+        """`planned`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
+        if self.prices.token is None or not planned.sent.any():
+            return planned
+        most = self._most(slots)
+        computed, each = (0, int(planned.tokens.sum()) // self.ranks) if self.slack else (most, most)
+        even = int(planned.costs(self.cost, computed).sum()) // self.ranks + self.prices.token * each
+        return None if _lower(even, planned.slowest(self.cost, self.prices, computed)) else planned
+
+    def _most(self, slots: int) -> int:
+        """Maximum slots of a rank, of a pack of this many."""
+        return int(slots // self.ranks * (1 + self.slack)) // self.multiple * self.multiple
 
 
 def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
