@@ -11,14 +11,12 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.deal import least_step_cost
+from multipack.planning.lengths import Integers
 from multipack.planning.options import Sync
 from multipack.planning.plan import Plan
 from multipack.planning.report import PlanReport
-
-Integers = NDArray[np.int64]
 
 ENOUGH = 0.99
 """No advice where the ceiling is at least this."""

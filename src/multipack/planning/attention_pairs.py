@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from multipack.planning.lengths import Integers
 
-def windowed_pairs(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+
+def windowed_pairs(lengths: Integers, window: int) -> Integers:
     """2·Σ_{t ≤ l} min(t, window) for each document."""
     inside = np.minimum(lengths, window)
     return inside * (inside + 1) + 2 * window * (lengths - inside)
@@ -24,14 +26,12 @@ class AttentionPairs(NamedTuple):
         documents: number of documents.
     """
 
-    pairs: NDArray[np.int64]
-    windowed: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    pairs: Integers
+    windowed: Integers
+    documents: Integers
 
     @classmethod
-    def of(
-        cls, lengths: NDArray[np.int64], shared: NDArray[np.int64] | int = 0, window: int = 0
-    ) -> AttentionPairs:
+    def of(cls, lengths: Integers, shared: Integers | int = 0, window: int = 0) -> AttentionPairs:
         """Attention of documents whose first `shared` tokens another document computes.
 
         Args:

@@ -15,19 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, costliest_first, least_maximum
 from multipack.planning.groups import check_groups, repeated_tokens
 from multipack.planning.histogram import count, simple_bound
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import Packs, check_integer, check_integers, name_documents, packs_from
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
+    check_integer,
+    check_integers,
+    name_documents,
+    packs_from,
+)
 from multipack.planning.options import check_choice
 from multipack.planning.packing import pack
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 Cost = CostModel | ModelShape | ArrayLike | Callable[[Integers], ArrayLike] | None
 """The cost of documents: a model's, one number a document, a function of the lengths, or None for their tokens."""

@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import Packs, check_integer, packs_from
+from multipack.planning.lengths import Integers, Packs, check_integer, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
-
-Integers = NDArray[np.int64]
 
 DEALING = 9
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""

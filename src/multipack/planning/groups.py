@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from multipack.planning.lengths import check_integers, short
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers, check_integers, short
 
 
 def repeated_tokens(shared: ArrayLike, members: Integers, tokens: Integers) -> Integers:

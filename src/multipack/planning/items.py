@@ -16,11 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.histogram import count, simple_bound
-from multipack.planning.lengths import Packs, check_lengths, offsets_of
+from multipack.planning.lengths import Integers, Packs, check_lengths, offsets_of
 from multipack.planning.options import PlanOptions, check_carried, check_targets, check_weights
 from multipack.planning.steps import permutation
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

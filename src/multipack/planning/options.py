@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import LARGEST_CAPACITY, check_integer, check_integers, short
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import LARGEST_CAPACITY, Integers, check_integer, check_integers, short
 
 Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]

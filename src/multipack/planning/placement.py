@@ -27,16 +27,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import spread, sums
-from multipack.planning.lengths import check_integer, check_integers, offsets_of
+from multipack.planning.lengths import Integers, check_integer, check_integers, offsets_of
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 CLOSE = 500
 """Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multipack.planning.lengths import Integers
 from multipack.planning.placement import Placement, Placing, head_tail
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
 from multipack.planning.items import Items
-from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_choice, fingerprint_of
 from multipack.planning.steps import Division, StepRules, divide_epoch
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 
 def denominator_of(

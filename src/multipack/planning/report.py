@@ -21,12 +21,10 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.attention_pairs import AttentionOf, each_alone
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.lengths import Packs, check_integer, check_lengths
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths
 from multipack.planning.options import Sync
 from multipack.planning.plan import Plan
 from multipack.planning.steps import BATCHES, permutation
-
-Integers = NDArray[np.int64]
 
 SAMPLE = 1000
 """Default maximum number of steps that a report assigns to ranks."""

@@ -26,10 +26,8 @@ from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, fit, placing
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.lengths import offsets_of
+from multipack.planning.lengths import Integers, offsets_of
 from multipack.planning.options import PlanOptions
-
-Integers = NDArray[np.int64]
 
 DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
 """Streams of random bits: for the order of documents, for the order within a window, and for random batches."""

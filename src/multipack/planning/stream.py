@@ -18,11 +18,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
-from multipack.planning.lengths import Packs, check_integer, offsets_of, short
+from multipack.planning.lengths import Integers, Packs, check_integer, offsets_of, short
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
@@ -34,8 +33,6 @@ from multipack.planning.options import (
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 _END = object()
 

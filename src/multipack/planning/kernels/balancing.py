@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
 _COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window

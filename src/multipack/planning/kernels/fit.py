@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
+from multipack.planning.lengths import Integers
 
-Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 

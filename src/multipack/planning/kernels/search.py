@@ -7,11 +7,9 @@ documents are skipped through `following`: following[i] = i if length i has docu
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 
 @compiled
