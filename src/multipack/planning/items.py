@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.histogram import count, simple_bound
-from multipack.planning.lengths import Integers, Packs, check_lengths, offsets_of
-from multipack.planning.options import PlanOptions, check_carried, check_targets, check_weights
-from multipack.planning.steps import permutation
+from multipack.planning.lengths import Integers, Packs, offsets_of
+from multipack.planning.options import PlanOptions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,33 +45,6 @@ class Items:
     most_documents: int
     key: dict[str, Any] = field(default_factory=dict)
     min_prefix: int | None = None
-
-    @classmethod
-    def of_documents(
-        cls,
-        lengths: ArrayLike,
-        options: PlanOptions,
-        *,
-        targets: ArrayLike | None = None,
-        weights: ArrayLike | None = None,
-        carried: ArrayLike | None = None,
-        seed: int = 0,
-        epoch: int = 0,
-    ) -> Items:
-        """Each document as an item; arguments, checked here, and errors as of `multipack.plan`."""
-        tokens = check_lengths(lengths, options.capacity, options.align)
-        documents, opening = len(tokens), check_carried(carried, len(tokens))
-        slots = options.slots(tokens)
-        own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
-        return cls(
-            lengths=tokens,
-            targets=None if targets is None else check_targets(targets, tokens),
-            weights=None if weights is None else check_weights(weights, documents),
-            carried_in=opening,
-            slots=slots,
-            sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
-            most_documents=options.most_documents(slots, options.tail == "carry" or len(opening) > 0),
-        )
 
     def documents(self, items: Integers) -> Integers:
         """Document numbers of these items, item after item."""

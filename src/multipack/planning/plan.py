@@ -21,8 +21,17 @@ from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
 from multipack.planning.items import Items
 from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, offsets_of
-from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_choice, fingerprint_of
-from multipack.planning.steps import Division, StepRules, divide_epoch
+from multipack.planning.options import (
+    LossWeighting,
+    PlanOptions,
+    Sync,
+    check_carried,
+    check_choice,
+    check_targets,
+    check_weights,
+    fingerprint_of,
+)
+from multipack.planning.steps import Division, StepRules, divide_epoch, permutation
 from multipack.shapes import ModelShape
 
 
@@ -326,9 +335,7 @@ def plan(
         items = lengths
         check_lengths(items.slots, chosen.capacity)  # other options than those that it was made with
     else:
-        items = Items.of_documents(
-            lengths, chosen, targets=targets, weights=weights, carried=carried, seed=seed, epoch=epoch
-        )
+        items = _each_document(lengths, chosen, targets, weights, carried, seed, epoch)
     balanced = chosen.balanced_cost(cost_model, items.slots)
 
     def price(positions: Integers, slots: Integers) -> Integers:
@@ -350,4 +357,29 @@ def plan(
         key,
         fingerprint_of(items.lengths, items.targets, key),
         time.perf_counter() - started,
+    )
+
+
+def _each_document(
+    lengths: ArrayLike,
+    options: PlanOptions,
+    targets: ArrayLike | None,
+    weights: ArrayLike | None,
+    carried: ArrayLike | None,
+    seed: int,
+    epoch: int,
+) -> Items:
+    """Each document as an item; arguments, which are checked here and nowhere below, and errors as of `plan`."""
+    tokens = check_lengths(lengths, options.capacity, options.align)
+    documents, opening = len(tokens), check_carried(carried, len(tokens))
+    slots = options.slots(tokens)
+    own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
+    return Items(
+        lengths=tokens,
+        targets=None if targets is None else check_targets(targets, tokens),
+        weights=None if weights is None else check_weights(weights, documents),
+        carried_in=opening,
+        slots=slots,
+        sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
+        most_documents=options.most_documents(slots, options.tail == "carry" or len(opening) > 0),
     )
