@@ -19,7 +19,6 @@ from numpy.typing import ArrayLike
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, costliest_first, least_maximum
-from multipack.planning.groups import check_groups, repeated_tokens
 from multipack.planning.histogram import count, simple_bound
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
 from multipack.planning.lengths import (
@@ -29,6 +28,7 @@ from multipack.planning.lengths import (
     check_integers,
     name_documents,
     packs_from,
+    short,
 )
 from multipack.planning.options import check_choice
 from multipack.planning.packing import pack
@@ -145,7 +145,7 @@ def balance(
                 "shared= counts tokens that a group computes once: give groups=, together='micro_batch', and cost=None,"
                 " a model or a function of lengths"
             )
-        again = repeated_tokens(shared, check_groups(groups, len(tokens)), tokens)
+        again = _repeated_tokens(shared, _check_groups(groups, len(tokens)), tokens)
         # Together, since costs that are no integers are rounded to a fraction of the largest.
         both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
         costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
@@ -158,7 +158,7 @@ def balance(
     limit = max(min(limit, int(tokens.sum())), 1)
     if groups is None or (ranks == 1 and together == "rank"):
         return _divide(tokens, costs, ranks, limit, "documents")
-    members = check_groups(groups, len(tokens))
+    members = _check_groups(groups, len(tokens))
     if together == "rank":
         return _divide_groups(tokens, costs, members, ranks, limit)
     inside = sums(members, tokens, int(members.max()) + 1)
@@ -385,3 +385,31 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:
         raise ValueError(f"the sum of the costs times {ranks} must be below 2^61; divide them by a constant")
     return given.astype(np.int64)
+
+
+def _repeated_tokens(shared: ArrayLike, members: Integers, tokens: Integers) -> Integers:
+    """(documents,) tokens of each document that the first one of its group computes, too."""
+    given = check_integers("shared", shared)
+    first = np.full(int(members.max()) + 1, -1, dtype=np.int64)
+    first[members[::-1]] = np.arange(len(members))[::-1]
+    if (
+        given.shape != tokens.shape
+        or (given < 0).any()
+        or (given > tokens).any()
+        or (given != given[first[members]]).any()
+    ):
+        raise ValueError(
+            f"shared must be {len(tokens):,} whole numbers, one a document, at most its tokens, and equal in a group"
+        )
+    return np.where(np.arange(len(members)) == first[members], 0, given)
+
+
+def _check_groups(groups: ArrayLike, documents: int) -> Integers:
+    """(documents,) number of each document's group, from 0."""
+    given = np.asarray(groups)
+    if given.shape != (documents,):
+        raise ValueError(f"groups must be {documents:,} values, one a document, got shape {given.shape}")
+    try:
+        return np.unique(given, return_inverse=True)[1].astype(np.int64)
+    except TypeError:
+        raise ValueError(f"groups must be integers or strings, got {short(groups)}") from None

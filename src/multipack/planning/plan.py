@@ -342,7 +342,7 @@ def plan(
         # Where attention is not None, items are numbered in their order: a position is an item.
         return balanced.cost_of(slots, items.attention(positions))
 
-    rules = StepRules(chosen, price, seed, epoch, even=chosen.tail == "keep")
+    rules = StepRules(chosen, price, seed, epoch, fills_evenly=chosen.tail == "keep")
     division = divide_epoch(offsets_of(items.slots[items.sequence]), rules, steps)
     key = chosen.key(balanced, steps) | items.key
     return Plan(

@@ -114,9 +114,9 @@ class StreamStep:
 
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        options, slots = self._stream.options, self._stream.options.slots(self.lengths)
-        slots = slots[self.packs.order]
-        costs = self._balanced.cost(slots)
+        options = self._stream.options
+        slots = options.slots(self.lengths)
+        costs = self._balanced.cost_of(slots, None)
         return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +297,11 @@ class PackStream:
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
             steps = min(extend(int(ends[-1]), len(slots)), len(slots))
-        rules = StepRules(options, lambda _, slots: balanced.cost(slots), self.seed, queue.epoch, even=keep)
+
+        def price(_: Integers, slots: Integers) -> Integers:
+            return balanced.cost_of(slots, None)
+
+        rules = StepRules(options, price, self.seed, queue.epoch, fills_evenly=keep)
         made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
         counts = np.diff(made.pack_offsets[made.step_offsets])
         step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]
