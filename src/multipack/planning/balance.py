@@ -307,7 +307,7 @@ def _of_documents(divided: RankBatches, members: Integers) -> RankBatches:
 def _fewest(lengths: Integers, ranks: int, budget: int) -> int:
     """A proven lower bound on the micro-batches of each rank, at least 1."""
     if lengths.sum() <= ranks * budget and 2 * lengths.max() <= budget:
-        return 1  # `simple_bound` is that of the tokens
+        return 1  # `simple_bound` would be the bound of the tokens
     held = lengths[lengths > 0]
     return -(-simple_bound(count(held), budget, len(held)) // ranks)
 
@@ -324,7 +324,7 @@ def _best_fit(lengths: Integers, budget: int) -> Integers:
 def _least_load(lengths: Integers, costs: Integers, ranks: int, micro_batches: int, budget: int) -> int:
     """A proven lower bound on the largest load of a rank, for documents in falling order of cost.
 
-    Beside that of `least_maximum`: the rank with the costliest document has a document for each other micro-batch.
+    Beside the bound of `least_maximum`: the rank with the costliest document has a document for each other micro-batch.
     """
     alone = int(costs[0]) + int(costs[len(costs) - micro_batches + 1 :].sum())
     return max(least_maximum(lengths, costs, ranks, micro_batches * budget), alone)
@@ -377,9 +377,7 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
         )
     wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
     if len(wrong):
-        raise ValueError(
-            f"costs must be finite and at least 0: that of document {wrong[0]} is {given[wrong[0]]}"
-        )
+        raise ValueError(f"costs must be finite and at least 0: that of document {wrong[0]} is {given[wrong[0]]}")
     if given.dtype.kind == "f" and given.max() > 0:
         given = np.rint(given / given.max() * _FRACTIONS)
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:

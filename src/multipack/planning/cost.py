@@ -201,11 +201,11 @@ class CostModel:
         return cls(shape, linear, quadratic, constant=constant, timed=measured)
 
     def cost(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> Integers:
-        """(items,) int64 cost of each item; that of a document does not decrease with length.
+        """(items,) int64 cost of each item; a longer document costs no less than a shorter one.
 
         Args:
             lengths: (items,) slots of each.
-            attention: that of each; None = each is one document.
+            attention: attention of each; None = each is one document.
 
         Raises:
             ValueError: a length is not a positive integer, or the costs sum to 2^62 or more.
@@ -340,7 +340,7 @@ def _terms(lengths: Integers, attention: AttentionPairs | None = None) -> tuple[
 def _fit_seconds(timings: Sequence[tuple[Integers, float]]) -> Seconds:
     """Fit non-negative coefficients to measured times by least squares.
 
-    Columns are first scaled to a maximum of 1, because the number of pairs may be 10^9 and that of documents 10.
+    Columns are first scaled to a maximum of 1, because there may be 10^9 pairs and 10 documents.
 
     Raises:
         ValueError: there are fewer than four timings, seconds are not positive, or tokens, pairs and documents are

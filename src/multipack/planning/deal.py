@@ -79,7 +79,7 @@ def least_step_cost(
     total, first = int(costs.sum()), least_maximum(*heavy, ranks * micro_batches, capacity)
     order = longest_first(lengths)
     lengths, costs = lengths[order], costs[order]
-    least = np.minimum.accumulate(costs)  # that of the cheapest item among the longest ones
+    least = np.minimum.accumulate(costs)  # of the cheapest item among the longest ones
     rates = -(-costs // lengths)
     by_rate = np.argsort(-rates, kind="stable")
     tokens, cost = np.append(0, np.cumsum(lengths[by_rate])), np.append(0, np.cumsum(costs[by_rate]))
@@ -232,8 +232,9 @@ class Arrangement:
         stride = next(stride for stride in count(int(_GOLDEN * ranks)) if gcd(stride, ranks) == 1)
         first = stride * (ranks - 1 - turn if back % 2 else turn)
         places = (-total).argsort(kind="stable").argsort()
-        rank = (places[moved] + first) % ranks
-        return placed - placed % ranks + rank[placed % len(rank)]
+        rank_of = ((places[moved] + first) % ranks).reshape(-1, ranks)  # one row where ranks synchronize once
+        point, rank = np.divmod(placed, ranks)
+        return point * ranks + rank_of[point % len(rank_of), rank]
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
@@ -245,7 +246,7 @@ class Arrangement:
         yield self._numbered(own)
 
     def _by_rank(self) -> Integers:
-        """Place the documents on ranks, the longest first, and those of each rank into its packs."""
+        """Place the documents on ranks, the longest first, and then into the packs of their rank."""
         slots = self.micro_batches
         ranks = place(self.lengths, self.costs, self.ranks, slots * self.capacity, slots * self.limit)
         found = place_inside(self.lengths, self.costs, ranks, self.ranks, slots, self.capacity, self.limit)
@@ -277,7 +278,7 @@ class Arrangement:
         return placed
 
     def _numbered(self, placed: Integers) -> Integers:
-        """Packs get micro-batch and rank: those of similar cost share a micro-batch.
+        """Packs get micro-batch and rank: packs of similar cost share a micro-batch.
 
         Where ranks synchronize once a step, each second micro-batch is in rising order, so that ranks add up to similar
         loads.

@@ -30,7 +30,7 @@ class Items:
         weights: (all documents,) float64 weight of each in the loss; None = 1.
         carried_in: numbers of the documents carried over from the previous epoch.
         slots: (items,) int64 slots of each item in a pack.
-        sequence: numbers of the items in the order of the epoch; those of carried documents occur twice.
+        sequence: numbers of the items in the order of the epoch; a carried document occurs twice.
         most_documents: maximum number of documents of a pack, in any epoch.
         key: plain values that determine the items, beside lengths, targets and options.
         min_prefix: shortest beginning that documents share, for the collator; None = they share none.
@@ -84,7 +84,7 @@ class SharedItems(Items):
         pairs: attention of each item.
         least_slots: proven lower bound on the slots of any packs that hold all documents of the epoch.
         answers: (all documents, 2) int64 where a document of the plan is a pair: tokens of the first of the two, and
-            those of them that are computed for both; None = it is not.
+            tokens that both have and that are computed once; None = it is not.
     """
 
     members: Packs

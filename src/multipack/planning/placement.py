@@ -45,7 +45,7 @@ _HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balan
 
 @dataclass(frozen=True)
 class Prices:
-    """What it costs a rank to send and receive, in the unit of `CostModel.cost`."""
+    """Costs of sending and receiving for a rank, in the unit of `CostModel.cost`."""
 
     key: int = 0  # of a token's keys and values and, in the backward pass, keys, values and gradients again
     # of each token of a rank if ranks exchange heads for tokens (Ulysses); None = they cannot
@@ -112,7 +112,7 @@ class Placement:
 
         Args:
             cost: the cost of documents.
-            slots: slots that every rank computes, filled or not; 0 = those of its tokens.
+            slots: slots that every rank computes, filled or not; 0 = the slots of its tokens.
         """
         linear = np.full(self.ranks, slots) if slots else self.tokens
         constants = sums(self.rank, (self.start == 0).astype(np.int64), self.ranks)
@@ -274,7 +274,7 @@ def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
 
 
 def _budgets(lengths: Integers, rates: Integers, ranks: int) -> Iterator[int]:
-    """Budgets for the load of a part, from that of the largest document down to a quarter of a rank's mean load."""
+    """Budgets for the load of a part, from the largest document's down to a quarter of a rank's mean load."""
     loads = lengths * rates
     most, mean = int(loads.max(initial=1)), max(int(loads.sum()) // ranks, 1)
     yield most
@@ -286,7 +286,7 @@ def _budgets(lengths: Integers, rates: Integers, ranks: int) -> Iterator[int]:
 
 
 def _lower(value: int, other: int) -> bool:
-    """Whether a cost is lower by more than what is not worth another division of documents."""
+    """Whether a cost is so much lower that another division of documents is worth it."""
     return value * (CLOSE + 1) < other * CLOSE
 
 

@@ -22,7 +22,7 @@ from multipack.shapes import ModelShape
 
 @dataclass(frozen=True)
 class ContextMeasure:
-    """One method over packs. Costs are those of the slowest rank over the mean of all ranks.
+    """One method over packs. Costs are costs of the slowest rank over the mean of all ranks.
 
     Attributes:
         method: ring, ulysses, planned or auto.

@@ -51,7 +51,7 @@ class Plan:
     """The steps of one epoch. Made by `plan`.
 
     An item is what the plan places: a document, unless it was made of `SharedItems`. Packs are of items; `of_documents`
-    gives those of documents.
+    makes packs of documents from them.
 
     Attributes:
         items: the items of the epoch, and all documents.

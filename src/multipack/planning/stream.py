@@ -129,7 +129,7 @@ class PackStream:
 
     Iterating yields `StreamStep`s. An iteration continues after the last step that was yielded or, after
     `load_state_dict`, at the loaded position; after the last step the next iteration begins the epoch again. All steps
-    except the last few are as full as those of a plan with `tail="carry"`. Every rank reads the same documents and
+    except the last few are as full as steps of a plan with `tail="carry"`. Every rank reads the same documents and
     takes its share of `step.deal(ranks, sync)`: steps and state do not depend on the number of ranks.
 
     Args:

@@ -126,7 +126,7 @@ def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: 
     A length may occur in a pack any number of times. If `max_documents` can bind, there is a table of rooms for each
     number of documents; otherwise one table suffices.
 
-    `weights` are those of a document of each length of `values`, falling, and at least 0.
+    `values` are lengths, falling; `weights`, at least 0, are the weights of a document of each length.
 
     Returns:
         The greatest weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
