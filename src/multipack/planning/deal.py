@@ -233,8 +233,8 @@ class Arrangement:
         first = stride * (ranks - 1 - turn if back % 2 else turn)
         places = (-total).argsort(kind="stable").argsort()
         rank_of = ((places[moved] + first) % ranks).reshape(-1, ranks)  # one row where ranks synchronize once
-        point, rank = np.divmod(placed, ranks)
-        return point * ranks + rank_of[point % len(rank_of), rank]
+        micro_batch, before = np.divmod(placed, ranks)
+        return micro_batch * ranks + rank_of[micro_batch % len(rank_of), before]
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
