@@ -32,7 +32,7 @@ from multipack.planning.options import (
     opened,
 )
 from multipack.planning.packing import Packs, pack
-from multipack.planning.plan import Plan, plan
+from multipack.planning.plan import Plan, SingleDocuments, plan
 from multipack.shapes import ModelShape
 
 STATE = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
@@ -150,15 +150,16 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         loss_weighting: LossWeighting = "token",
         **named: Any,
     ) -> None:
+        chosen = PlanOptions.of(options, named)
         self._options: dict[str, Any] = {
-            "options": PlanOptions.of(options, named),
-            "targets": targets,
-            "weights": weights,
-            "seed": seed,
+            "options": chosen,
+            "seed": check_integer("seed", seed, None),
             "cost": cost,
             "loss_weighting": loss_weighting,
         }
-        self._carries = self._options["options"].tail == "carry"
+        self._carries = chosen.tail == "carry"
+        if not isinstance(lengths, ItemSource):
+            lengths = SingleDocuments(lengths, chosen, targets, weights)
         self._source = lengths
         first = self._planned()
         self.world_size = check_integer("world_size", world_size)
@@ -168,8 +169,6 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.sync: Sync = sync
         self.micro_batches = first.micro_batches(self.world_size)
         first.deal(0, self.world_size, sync)
-        if not isinstance(lengths, ItemSource):
-            self._source = first.lengths
         self._num_documents = len(first.lengths)
         self.steps_per_epoch = first.num_steps
         if first.options.tail == "keep":
@@ -213,11 +212,9 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     ) -> Plan:
         """Plan an epoch; `changes` of options. Arguments as of `multipack.plan`."""
         source, given = self._source, {**self._options, **changes, "epoch": epoch, "steps": steps}
-        if not isinstance(source, ItemSource):
-            return plan(source, **given, carried=carried)
         widened = 1
         while True:
-            items = source.items(given["seed"], epoch, () if carried is None else carried, widened)
+            items = source.items(given["seed"], epoch, carried, widened)
             try:
                 return plan(items, **given)
             except ValueError:

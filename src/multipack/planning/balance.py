@@ -377,7 +377,9 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
         )
     wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
     if len(wrong):
-        raise ValueError(f"costs must be finite and at least 0: that of document {wrong[0]} is {given[wrong[0]]}")
+        raise ValueError(
+            f"costs must be finite and at least 0: that of document {wrong[0]} is {given[wrong[0]]}"
+        )
     if given.dtype.kind == "f" and given.max() > 0:
         given = np.rint(given / given.max() * _FRACTIONS)
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:

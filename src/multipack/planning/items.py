@@ -134,19 +134,21 @@ class ItemSource(ABC):
     """Makes the items of each epoch."""
 
     @abstractmethod
-    def items(self, seed: int = 0, epoch: int = 0, carried: ArrayLike = (), widened: int = 1) -> Items:
+    def items(
+        self, seed: int = 0, epoch: int = 0, carried: ArrayLike | None = None, widened: int = 1
+    ) -> Items:
         """The items of an epoch, in its order.
 
         Args:
             seed: of the order, as in `multipack.plan`.
             epoch: from 0; with the seed it determines the order.
-            carried: numbers of the documents left over by the epoch before; they come first.
+            carried: numbers of the documents left over by the epoch before, which come first; None = there are none.
             widened: number by which the windows of the order, whose documents form items, are multiplied.
         """
 
-    @abstractmethod
     def is_whole(self, widened: int) -> bool:
         """Whether the items do not depend on the window if it is multiplied by this number."""
+        return True
 
 
 def check_item_options(options: PlanOptions, setting: str) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
-from multipack.planning.items import Items
+from multipack.planning.items import Items, ItemSource
 from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import (
     LossWeighting,
@@ -44,6 +44,42 @@ def denominator_of(
     """
     counts = targets if loss_weighting == "token" else targets > 0
     return int(counts.sum()) if weights is None else float((counts * weights).sum())
+
+
+class SingleDocuments(ItemSource):
+    """Items of one document each, numbered as the documents; all of these are checked here, and nowhere below.
+
+    Arguments and errors as of `plan`.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        options: PlanOptions,
+        targets: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+    ) -> None:
+        self.lengths = check_lengths(lengths, options.capacity, options.align)
+        self.targets = None if targets is None else check_targets(targets, self.lengths)
+        self.weights = None if weights is None else check_weights(weights, len(self.lengths))
+        self._options, self._slots = options, options.slots(self.lengths)
+
+    def items(
+        self, seed: int = 0, epoch: int = 0, carried: ArrayLike | None = None, widened: int = 1
+    ) -> Items:
+        """See `ItemSource`."""
+        documents, options = len(self.lengths), self._options
+        opening = check_carried(carried, documents)
+        own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
+        return Items(
+            lengths=self.lengths,
+            targets=self.targets,
+            weights=self.weights,
+            carried_in=opening,
+            slots=self._slots,
+            sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
+            most_documents=options.most_documents(self._slots, options.tail == "carry" or len(opening) > 0),
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -335,7 +371,7 @@ def plan(
         items = lengths
         check_lengths(items.slots, chosen.capacity)  # other options than those that it was made with
     else:
-        items = _each_document(lengths, chosen, targets, weights, carried, seed, epoch)
+        items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
     balanced = chosen.balanced_cost(cost_model, items.slots)
 
     def price(positions: Integers, slots: Integers) -> Integers:
@@ -357,29 +393,4 @@ def plan(
         key,
         fingerprint_of(items.lengths, items.targets, key),
         time.perf_counter() - started,
-    )
-
-
-def _each_document(
-    lengths: ArrayLike,
-    options: PlanOptions,
-    targets: ArrayLike | None,
-    weights: ArrayLike | None,
-    carried: ArrayLike | None,
-    seed: int,
-    epoch: int,
-) -> Items:
-    """Each document as an item; arguments, which are checked here and nowhere below, and errors as of `plan`."""
-    tokens = check_lengths(lengths, options.capacity, options.align)
-    documents, opening = len(tokens), check_carried(carried, len(tokens))
-    slots = options.slots(tokens)
-    own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
-    return Items(
-        lengths=tokens,
-        targets=None if targets is None else check_targets(targets, tokens),
-        weights=None if weights is None else check_weights(weights, documents),
-        carried_in=opening,
-        slots=slots,
-        sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
-        most_documents=options.most_documents(slots, options.tail == "carry" or len(opening) > 0),
     )
