@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.lengths import Integers
 
-
-def windowed_pairs(lengths: Integers, window: int) -> Integers:
+def windowed_pairs(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     """2·Σ_{t ≤ l} min(t, window) for each document."""
     inside = np.minimum(lengths, window)
     return inside * (inside + 1) + 2 * window * (lengths - inside)
@@ -26,12 +24,14 @@ class AttentionPairs(NamedTuple):
         documents: number of documents.
     """
 
-    pairs: Integers
-    windowed: Integers
-    documents: Integers
+    pairs: NDArray[np.int64]
+    windowed: NDArray[np.int64]
+    documents: NDArray[np.int64]
 
     @classmethod
-    def of(cls, lengths: Integers, shared: Integers | int = 0, window: int = 0) -> AttentionPairs:
+    def of(
+        cls, lengths: NDArray[np.int64], shared: NDArray[np.int64] | int = 0, window: int = 0
+    ) -> AttentionPairs:
         """Attention of documents whose first `shared` tokens another document computes.
 
         Args:
