@@ -232,9 +232,11 @@ class Plan:
 
     def packs(self, step: int) -> Packs:
         """The packs of a step as planned, of items: at most `packs_per_step`, none of them empty."""
-        first, last = self._packs_of(step)
-        bounds = self.pack_offsets[first : last + 1]
-        return Packs(self.order[bounds[0] : bounds[-1]], bounds - bounds[0])
+        number = step + self.num_steps if step < 0 else step
+        if not 0 <= number < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}")
+        packs = self.division.packs(number)
+        return Packs(self.items.sequence[packs.order].astype(np.int64), packs.offsets)
 
     def of_documents(self, packs: Packs) -> Packs:
         """Packs of documents from packs of items."""
@@ -317,12 +319,6 @@ class Plan:
             "step": check_integer("step", step, 0),
             "carried": self.carried_in.tolist(),
         }
-
-    def _packs_of(self, step: int) -> tuple[int, int]:
-        number = step + self.num_steps if step < 0 else step
-        if not 0 <= number < self.num_steps:
-            raise IndexError(f"step {step} of {self.num_steps}")
-        return int(self.step_offsets[number]), int(self.step_offsets[number + 1])
 
 
 def plan(

@@ -317,5 +317,5 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
 
 def seeded_order(plan: Plan, step: int) -> Integers:
     """(items of the step,) item numbers in the order of the plan's epoch."""
-    items, first = plan.packs(step).order, plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
-    return items[np.argsort(plan.division.entries[first : first + len(items)])]
+    positions = np.sort(plan.division.packs(step % plan.num_steps).order)
+    return plan.items.sequence[positions].astype(np.int64)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, fit, placing
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.lengths import Integers, offsets_of
+from multipack.planning.lengths import Integers, Packs, offsets_of
 from multipack.planning.options import PlanOptions
 
 DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
@@ -103,6 +103,11 @@ class Division:
     def step_offsets(self) -> Integers:
         """(steps + 1,) index of the first pack of each step."""
         return offsets_of(self.step_sizes)
+
+    def packs(self, step: int) -> Packs:
+        """The packs of a step, of positions in the sequence."""
+        bounds = self.pack_offsets[self.step_offsets[step] : self.step_offsets[step + 1] + 1]
+        return Packs(self.entries[bounds[0] : bounds[-1]], bounds - bounds[0])
 
     def left(self, entries: int) -> Integers:
         """Positions in no step, ascending, of a sequence of this many entries."""

@@ -98,14 +98,12 @@ class StreamStep:
     def __init__(self, stream: PackStream) -> None:
         """Make the next step of a stream's current window."""
         self._stream, self._queue, self._index = stream, stream._queue, stream._taken
-        steps, queue, self._balanced = stream._steps, stream._queue, stream._balanced
-        first, last = steps.step_offsets[self._index : self._index + 2]
-        offsets = steps.pack_offsets[first : last + 1]
-        entries = steps.entries[offsets[0] : offsets[-1]]
+        self._balanced, queue, packs = stream._balanced, stream._queue, stream._steps.packs(self._index)
+        entries = packs.order
         self.number = queue.step + self._index
         self.items = [queue.rows[entry][4] for entry in entries.tolist()]
         self.positions, self.lengths, targets, _ = queue.table[entries].T
-        self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
+        self.packs = Packs(np.arange(len(entries), dtype=np.int64), packs.offsets)
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
         self.denominator: float = denominator_of(targets, stream.loss_weighting)
 
