@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from multipack.planning.histogram import best_fit, count, simple_bound
 from multipack.planning.kernels import fit as kernels
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, packs_from
 
 __all__ = ["Method", "Packs", "pack", "packs_from"]
 
@@ -65,9 +65,7 @@ def pack(
         return replace(packs_from(*kernels.next_fit(checked, capacity, limit)), lower_bound=bound)
     by_length = longest_first(checked, small=True)
     if method == "first_fit_decreasing":
-        placed = np.empty_like(checked)
-        placed[by_length], packs = kernels.first_fit(checked[by_length], capacity, limit)
-        return replace(packs_from(placed, packs), lower_bound=bound)
+        return replace(_first_fit(checked, by_length, capacity, limit), lower_bound=bound)
     if method == "fewest":
         from multipack.planning.fewest import fewest  # imports SciPy
 
@@ -81,8 +79,13 @@ def pack(
         # Longest first fills packs with `limit` short documents that hold few tokens; a mixed order does not.
         steps = np.arange(len(checked), dtype=np.uint64) * np.uint64(_GOLDEN)
         for order in (by_length[np.argsort(steps)], np.arange(len(checked))):
-            placed = np.empty_like(checked)
-            placed[order], packs = kernels.first_fit(checked[order], capacity, limit)
-            if packs < len(best):
-                best = replace(packs_from(placed, packs), lower_bound=bound)
+            packs = _first_fit(checked, order, capacity, limit)
+            best = replace(packs, lower_bound=bound) if len(packs) < len(best) else best
     return best
+
+
+def _first_fit(lengths: Integers, order: Integers, capacity: int, limit: int) -> Packs:
+    """Each document, in this order, into the first pack with room."""
+    pack_of = np.empty_like(lengths)
+    pack_of[order], packs = kernels.first_fit(lengths[order], capacity, limit)
+    return packs_from(pack_of, packs)
