@@ -83,7 +83,6 @@ COMMANDS = [
     "submit --scheduler slurm -- train model=gpt2 parallel.data=zero3",
     "advise model=gpt2 devices=2",
     "plan LENGTHS plan.capacity=1000",
-    "plan LENGTHS --explore",
     "pack LENGTHS capacity=1000",
 ]
 
@@ -144,17 +143,6 @@ def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path)
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert fingerprint(f"model={tmp_path / 'config.json'}") == fingerprint("model=llama-70b")
-
-
-def test_explore_prints_a_table(run, lengths_file):
-    words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=2"]
-    shown = run(*words, "--explore", "plan.window=8").output
-    for column in ("window", "filled", "ceiling", "spread", "sync=micro", "lower bound", "Randomness"):
-        assert column in shown
-    (chosen,) = [line.split() for line in shown.splitlines() if line.strip().startswith("→ ")]
-    assert chosen[1:4] == ["8", "2048", "yes"]
-    rows = json.loads(run(*words, "--explore", "plan.group=false", "--json").stdout)
-    assert [(row["window"], row["group"]) for row in rows if row["chosen"]] == [(4, False)]
 
 
 def test_pack_prints_and_saves_packs_with_their_bound(run, tmp_path):
@@ -224,14 +212,6 @@ def test_documents_are_planned_as_training_does(run, tmp_path, monkeypatch):
     assert len(shown.splitlines()) - shown.splitlines().index(f"plan of {file}") <= 40
 
 
-def test_explore_says_first_whether_there_is_anything_to_gain(run, tmp_path):
-    np.save(tmp_path / "even.npy", np.full(64, 32))
-    shown = run(
-        "plan", str(tmp_path / "even.npy"), "plan.capacity=128", "plan.packs_per_step=4", "--explore"
-    ).output
-    assert shown.startswith("nothing to gain")
-
-
 def test_a_stream_is_planned_as_training_cuts_it(run, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 40)
     store = tmp_path / "text.store"
@@ -256,7 +236,7 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
         ("plan LENGTHS cost=a.json model=tiny", "only one of them"),
         ("plan LENGTHS model=llama-9b", "did you mean model=llama-8b"),
         ("plan LENGTHS plan.widnow=3", "did you mean plan.window"),
-        ("plan LENGTHS plan.capacity=100 --explore", "capacity=100"),
+        ("plan LENGTHS plan.capacity=100", "capacity=100"),
         ("pack nowhere.npy", "nowhere.npy"),
         ("pack LENGTHS capacity=100", "capacity=100"),
         ("pack LENGTHS method=best", "method"),

@@ -306,11 +306,21 @@ def test_a_resumed_run_keeps_its_model_and_its_order_whatever_names_another(tmp_
     for word in (
         "model.dropout=0.1",
         "model.attention=loop",
-        "plan.effort=2",
         "optimizer.lr=1e-5",
         "train.steps=7",
     ):
         compose_run([*resumed, word if how == "word" else as_file(tmp_path / "file.yaml", word)])
+
+
+def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_path):
+    run = resumable(tmp_path / "run")
+    saved = run.config.read_text()
+    run.config.write_text(saved.replace("plan:\n", "plan:\n  effort: 1\n"))
+    assert "effort" in run.config.read_text()
+    config = compose_run([f"out={run.path}", "train.resume=true"])
+    assert config.plan == compose(STARTED).plan
+    with pytest.raises(ConfigError, match=r"plan\.effort .* leave it out"):
+        compose(["plan.effort=2"])
 
 
 @pytest.mark.parametrize("how", ["word", "file"])

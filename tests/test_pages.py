@@ -89,7 +89,7 @@ def is_others(command):
 
 def is_quick(command):
     words = shlex.split(command, comments=True)
-    if words[0] != "multipack" or set(words) & {"--picture", "--explore"}:
+    if words[0] != "multipack" or "--picture" in words:
         return False
     return words[1:2] and (words[1] in QUICK or not {"--dry-run", "--settings"}.isdisjoint(words))
 

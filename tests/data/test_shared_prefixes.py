@@ -64,9 +64,9 @@ def sampler(groups: bool = False, rank: int = 0, world: int = 1, **changes: Any)
 def test_slots_and_costs_of_items_are_those_of_their_trees(groups: bool) -> None:
     items = source(groups).items(seed=1, epoch=2)
     assert sorted(items.members.order.tolist()) == list(range(len(DOCUMENTS)))
-    assert sorted(items.places.tolist()) == list(range(len(DOCUMENTS)))
+    assert sorted(items.member_places.tolist()) == list(range(len(DOCUMENTS)))
     cost = CostModel.from_shape(SHAPE)
-    found = cost.cost(items.slots, items.attention)
+    found = cost.cost(items.slots, items.pairs)
     for number, members in enumerate(items.members):
         tree = PrefixTree.of([DOCUMENTS[member] for member in members], 8)
         assert items.slots[number] == tree.num_slots <= 512
@@ -143,7 +143,7 @@ def test_a_resumed_sampler_continues_exactly() -> None:
 
 def test_the_order_is_kept_as_windows_promise_and_epochs_differ() -> None:
     made = sampler(order="given").plan
-    assert made.items is not None
+    assert made.min_prefix is not None
     found = report(made)
     assert found.displacement_max <= 2 * made.window
     assert found.documents == len(DOCUMENTS)
@@ -160,7 +160,7 @@ def test_a_group_larger_than_a_pack_is_cut_and_options_are_refused() -> None:
     tokens = FlatTokens.of([[1] * 20 + [number, 7, 8] for number in range(10)])
     made = SharedPrefixes(tokens, groups=[5] * 10, options=options(capacity=30), min_prefix=8).items()
     assert made.slots.max() <= 30
-    assert len(made) == 4  # 20 shared tokens and three of each document
+    assert len(made.slots) == 4  # 20 shared tokens and three of each document
     for changes, named in (
         ({"align": 4}, r"plan\.align=4"),
         ({"max_documents": 3}, r"plan\.max_documents=3"),

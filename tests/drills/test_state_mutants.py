@@ -1,7 +1,7 @@
-"""Mutants of every saved state of the planner and the samplers: refused in one line, or the same batches follow.
+"""Mutants of every saved state of the planner and the samplers: refused in one line, or another legal state.
 
-A mutant changes types, numbers, keys and nesting at random places. Half of the mutants have a checksum that fits, as if
-somebody had written them: those may be other legal states, but they never end in anything else than a ValueError.
+A mutant changes types, numbers, keys and nesting at random places. It never ends in anything else than a ValueError,
+nor takes long or much memory.
 """
 
 import json
@@ -18,7 +18,6 @@ from torch.utils.data import RandomSampler
 from multipack.data.sampler import PackedBatchSampler
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
-from multipack.planning.options import sealed
 from multipack.planning.stream import PackStream
 
 MUTANTS = 2000
@@ -81,11 +80,9 @@ def taken(made, count=None):
     return batches
 
 
-def outcomes(make, state, expected, draw, fits):
+def outcomes(make, state, expected, draw):
     """What loading a mutant, and going on from it, ended in."""
     given = of_tree(state, draw)
-    if fits and isinstance(given, dict):
-        given = sealed(given)
     made, started = make(), time.monotonic()
     try:
         made.load_state_dict(given)
@@ -98,7 +95,7 @@ def outcomes(make, state, expected, draw, fits):
         return f"{type(error).__name__} {error} of {given}"[:300]
     if time.monotonic() - started > 10:
         return "slow"
-    return "same" if after == expected else "forged" if fits else f"different: {given}"[:300]
+    return "same" if after == expected else "forged"
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -116,8 +113,8 @@ def test_mutants_of_states(name, outcome):
     expected = taken(whole)
     assert expected
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(MUTANTS):
-        ended = outcomes(make, state, expected, draw, fits=number % 2 == 1)
+    for _ in range(MUTANTS):
+        ended = outcomes(make, state, expected, draw)
         counts[ended] = counts.get(ended, 0) + 1
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     legal = ("refused", "same", "forged")

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from multipack.integrations import axolotl_sampler
 from multipack.integrations.axolotl import MultipackBatchSampler
-from multipack.planning.options import sealed
 from multipack.planning.packing import pack
 
 CASES = settings(deadline=None, max_examples=60)
@@ -296,8 +295,8 @@ def test_states_of_something_else_are_refused():
         ("order", torch.tensor([0.5])),
     ):
         with pytest.raises(ValueError, match="saved"):
-            sampler.load_state_dict(sealed(state | {name: value}))
-    with pytest.raises(ValueError, match="differs from its checksum"):
+            sampler.load_state_dict(state | {name: value})
+    with pytest.raises(ValueError, match="lengths changed"):
         sampler.load_state_dict(state | {"order": state["order"].flip(0)})
     assert len(sampler.state_dict()["order"]) == 300
 

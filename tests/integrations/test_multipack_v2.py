@@ -15,7 +15,6 @@ from multipack.integrations.multipack_v2 import (
     MultipackDistributedBatchSampler_LinearAttention,
 )
 from multipack.planning import report as measure
-from multipack.planning.options import sealed
 from multipack.planning.packing import pack
 
 BOTH = [MultipackDistributedBatchSampler, MultipackDistributedBatchSampler_LinearAttention]
@@ -245,9 +244,7 @@ def test_states_of_something_else_are_refused():
         sampler.load_state_dict({key: value for key, value in state.items() if key != "epoch"})
     for batch in (-1, 10**6, "8"):
         with pytest.raises(ValueError, match="saved sampler state's batch"):
-            sampler.load_state_dict(sealed(state | {"batch": batch}))
-    with pytest.raises(ValueError, match="differs from its checksum"):
-        sampler.load_state_dict(state | {"batch": 1})
+            sampler.load_state_dict(state | {"batch": batch})
     assert sampler.state_dict() == state
 
 

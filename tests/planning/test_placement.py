@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multipack.planning.cost import CostModel
-from multipack.planning.placement import Placing, Prices, choose, head_tail, place
+from multipack.planning.placement import Placing, Prices, head_tail, place
 from multipack.planning.placement_report import measure_context
 from multipack.shapes import SHAPES
 
@@ -117,9 +117,9 @@ def test_no_pack_is_slower_than_with_a_ring_or_ulysses(flops_per_byte):
 
 def test_ulysses_is_chosen_where_it_is_cheaper():
     prices = Prices.of(LLAMA, 8)
-    assert choose([65536], COST, 8, 8192, prices) is None
-    assert choose([65536], COST, 8, 8192, replace(prices, token=None)) is not None
-    assert choose([512] * 128, COST, 8, 8192, prices).sent.max() == 0
+    assert Placing(COST, 8, prices)([65536], 65536)[0] is None
+    assert Placing(COST, 8, replace(prices, token=None))([65536], 65536)[0] is not None
+    assert Placing(COST, 8, prices)([512] * 128, 65536)[0].sent.max() == 0
     assert Prices.of(LLAMA, 64).token is None, "64 ranks cannot divide 32 heads"
 
 

@@ -14,7 +14,7 @@ from multipack.planning import report as measure
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
 from multipack.planning.packing import pack
-from multipack.planning.plan import Plan, plan
+from multipack.planning.plan import Plan, SingleDocuments, plan
 from multipack.shapes import SHAPES
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
@@ -273,7 +273,7 @@ def test_most_documents_is_what_the_shortest_allow():
         ({"packs_per_step": 2.0}, "packs_per_step"),
         ({"window": 0}, "window"),
         ({"packs_per_step": 10**12}, "packs_per_step must be at most"),
-        ({"effort": 2**63}, "effort must be at most"),
+        ({"align": 2**63}, "align must be at most"),
         ({"max_documents": 2**63}, "max_documents must be at most"),
         ({"budget": 11}, "cannot exceed plan.capacity=10"),
         ({"budget": -1}, "budget"),
@@ -323,6 +323,19 @@ def test_options_as_one_object():
         plan([10] * 50, capacity=100)
     with pytest.raises(TypeError, match="did you mean window"):
         plan([10] * 50, capacity=100, packs_per_step=1, widnow=3)
+
+
+def test_items_of_documents_are_planned_as_the_documents():
+    options = PlanOptions(capacity=100, packs_per_step=2, align=8)
+    lengths, targets = np.arange(1, 97), np.arange(96) // 2
+    source = SingleDocuments(lengths, options, targets)
+    for epoch, carried in ((0, None), (3, [5, 5, 90])):
+        made = plan(source.items(7, epoch, carried), options=options, seed=7, epoch=epoch)
+        own = plan(lengths, options=options, targets=targets, seed=7, epoch=epoch, carried=carried)
+        assert (made.order.tolist(), made.state(1)) == (own.order.tolist(), own.state(1))
+        assert made.denominator(0) == own.denominator(0)
+    with pytest.raises(ValueError, match="capacity=90"):
+        plan(source.items(), options=options, capacity=90)
 
 
 def test_planning_takes_little_memory():

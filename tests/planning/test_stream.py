@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.options import sealed
 from multipack.planning.plan import plan
 from multipack.planning.stream import PackStream
 
@@ -240,8 +239,6 @@ def test_states_are_checked():
         stream(capacity=512).load_state_dict(state)
     with pytest.raises(ValueError, match="lacks rows"):
         stream().load_state_dict({key: value for key, value in state.items() if key != "rows"})
-    with pytest.raises(ValueError, match="differs from its checksum"):
-        stream().load_state_dict(state | {"taken": 0})
     row = state["rows"][0]
     for change in (
         {"rows": [[0, 0, 0, -1, 5]]},
@@ -257,9 +254,9 @@ def test_states_are_checked():
         {"options": 3},
     ):
         with pytest.raises(ValueError, match="the saved stream state"):
-            stream().load_state_dict(sealed(state | change))
+            stream().load_state_dict(state | change)
     with pytest.raises(ValueError, match="99 steps were taken from a window of 4"):
-        stream().load_state_dict(sealed(state | {"taken": 99}))
+        stream().load_state_dict(state | {"taken": 99})
     for nothing in (None, 3, [], "state"):
         with pytest.raises(ValueError, match="the saved stream state"):
             stream().load_state_dict(nothing)

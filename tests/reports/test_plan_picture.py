@@ -130,7 +130,7 @@ def shared(request):
 
 def test_nodes_are_those_of_the_trees_of_the_items(shared):
     made, entries = shared
-    for item in range(len(made.items)):
+    for item in range(len(made.slots)):
         rows = rows_of(made.items, np.array([item]))
         documents = [each for entry in made.items.members[item] for each in entries[entry]]
         assert sorted(row.length for row in rows) == sorted(map(len, documents))

@@ -297,9 +297,8 @@ def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
 
 
 def test_impossible_settings_and_states_are_refused(folder):
-    for word, message in (("train.steps=0", r"set train\.steps"), ("plan.effort=2", r"plan\.effort=2")):
-        with pytest.raises(ValueError, match=message):
-            config_of(folder, word).check(1)
+    with pytest.raises(ValueError, match=r"set train\.steps"):
+        config_of(folder, "train.steps=0").check(1)
     with pytest.raises(ValueError, match=r"5 data-parallel ranks cannot share plan\.packs_per_step=4"):
         config_of(folder).check(5)
     with pytest.raises(ValueError, match="tail keep or drop"):

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -48,9 +48,6 @@ def plan(
             " model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
         ),
     ] = None,
-    explore: Annotated[
-        bool, typer.Option("--explore", help="Print a table of windows, budgets and grouping.")
-    ] = False,
     as_json: Json = False,
     picture: Annotated[
         bool,
@@ -69,7 +66,7 @@ def plan(
       multipack plan lengths.npy plan.capacity=8192 world_size=4
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
       multipack plan chats.jsonl data.overlong=truncate world_size=4
-      multipack plan books.store model=path/config.json --explore
+      multipack plan books.store model=path/config.json
       multipack plan lengths.npy world_size=8 --picture plan.html
 
     The cost of a document follows from model=, a preset (default: llama-8b) or
@@ -84,9 +81,6 @@ def plan(
     path, command, training = compose_plan(words)
     console = Console(stream=sys.stderr if as_json else None)
     source = _documents(path, command, console)
-    if explore:
-        _explore(source, command, as_json)
-        return
     made = _made(source, command, console)
     if as_json:
         print_json(_values(made, command))
@@ -211,7 +205,7 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
     from multipack.planning.report import even
 
     cost, ranks = planned.cost_model, command.context
-    if ranks == 1 or cost.shape is None or planned.items is not None:
+    if ranks == 1 or cost.shape is None or planned.min_prefix is not None:
         return []
     numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
     packs = [
@@ -268,45 +262,6 @@ def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, colu
     columns = max(min(columns - 8, 72), 8)
     scale = tokens_per_character or None
     return draw_step(planned, step, tokens_per_character=scale, columns=columns, **sizes)
-
-
-def _explore(source: Planned, command: PlanCommand, as_json: bool) -> None:
-    """Print plans with other windows, budgets and grouping.
-
-    Raises:
-        ValueError: documents share their beginnings.
-    """
-    if command.data.share_prefixes != "off":
-        raise ValueError(
-            f"data.share_prefixes={command.data.share_prefixes}: --explore compares plans of single documents;"
-            " leave one of them out"
-        )
-    from multipack.planning.advice import explore
-    from multipack.reports.console import Console
-    from multipack.reports.summary import explore_notes, explore_table, explore_verdict
-
-    console = Console()
-    with console.progress("exploring") as advance:
-        rows = explore(
-            cast("NDArray[np.int64]", source.lengths),
-            world_size=command.world_size,
-            sync=command.sync,
-            sample=-(-command.sample // 3) or None,
-            progress=(lambda *done: None) if as_json else advance,
-            seed=command.seed,
-            epoch=command.epoch,
-            cost=command.cost_model(),
-            options=command.plan.for_ranks(command.world_size),
-        )
-    if as_json:
-        print_json([row.to_dict() for row in rows])
-        return
-    console.paragraph(explore_verdict(rows))
-    ranks = f", {command.world_size} ranks, sync={command.sync}" if command.world_size > 1 else ""
-    console.table(f"plans of {source.name}{ranks}", *explore_table(rows))
-    console.line()
-    for note in explore_notes(rows):
-        console.paragraph(note)
 
 
 def pack(

@@ -41,7 +41,7 @@ class PlanCommand:
     epoch: int = 0
     """Index of the epoch, from 0."""
     sample: int = 1000
-    """Maximum number of evenly spaced steps in the report (with --explore, a third of it); 0 = all steps."""
+    """Maximum number of evenly spaced steps in the report; 0 = all steps."""
     padded_batch_size: int = 8
     """Documents per batch of the padded training to compare with."""
 

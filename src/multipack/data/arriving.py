@@ -37,7 +37,7 @@ from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import opened, sealed
+from multipack.planning.options import opened
 
 HEAD = 2048
 """Number of first documents of a stream from which the validation documents are drawn."""
@@ -197,7 +197,7 @@ class Arriving(ABC):
         """The current position, as plain data."""
         place = {"fingerprint": self.fingerprint, "begin": self._begin, "number": self._number}
         taken = self._taken(self._begin, self._number)
-        return sealed({**place, "taken": taken, "report": list(astuple(self.report)[1:])})
+        return {**place, "taken": taken, "report": list(astuple(self.report)[1:])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""

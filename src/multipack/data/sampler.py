@@ -30,10 +30,9 @@ from multipack.planning.options import (
     check_carried,
     check_fingerprint,
     opened,
-    sealed,
 )
 from multipack.planning.packing import Packs, pack
-from multipack.planning.plan import Plan, plan
+from multipack.planning.plan import Plan, SingleDocuments, plan
 from multipack.shapes import ModelShape
 
 STATE = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
@@ -151,15 +150,16 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         loss_weighting: LossWeighting = "token",
         **named: Any,
     ) -> None:
+        chosen = PlanOptions.of(options, named)
         self._options: dict[str, Any] = {
-            "options": PlanOptions.of(options, named),
-            "targets": targets,
-            "weights": weights,
-            "seed": seed,
+            "options": chosen,
+            "seed": check_integer("seed", seed, None),
             "cost": cost,
             "loss_weighting": loss_weighting,
         }
-        self._carries = self._options["options"].tail == "carry"
+        self._carries = chosen.tail == "carry"
+        if not isinstance(lengths, ItemSource):
+            lengths = SingleDocuments(lengths, chosen, targets, weights)
         self._source = lengths
         first = self._planned()
         self.world_size = check_integer("world_size", world_size)
@@ -169,8 +169,6 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.sync: Sync = sync
         self.micro_batches = first.micro_batches(self.world_size)
         first.deal(0, self.world_size, sync)
-        if not isinstance(lengths, ItemSource):
-            self._source = first.lengths
         self._num_documents = len(first.lengths)
         self.steps_per_epoch = first.num_steps
         if first.options.tail == "keep":
@@ -214,11 +212,9 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     ) -> Plan:
         """Plan an epoch; `changes` of options. Arguments as of `multipack.plan`."""
         source, given = self._source, {**self._options, **changes, "epoch": epoch, "steps": steps}
-        if not isinstance(source, ItemSource):
-            return plan(source, **given, carried=carried)
         widened = 1
         while True:
-            items = source.items(given["seed"], epoch, () if carried is None else carried, widened)
+            items = source.items(given["seed"], epoch, carried, widened)
             try:
                 return plan(items, **given)
             except ValueError:
@@ -280,12 +276,11 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
         """The state before a micro-batch of the current epoch, as plain values."""
-        return sealed(self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement())
+        return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
 
     def _arrangement(self) -> dict[str, Any]:
         """What determines the micro-batches of a step."""
-        effort = self.plan.options.effort
-        return {"world_size": self.world_size, "sync": self.sync, "effort": effort, "dealing": DEALING}
+        return {"world_size": self.world_size, "sync": self.sync, "dealing": DEALING}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, in the next iterator.
@@ -313,7 +308,8 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         )
         mine = self._arrangement()
         saved = {name: state.get(name) for name in mine}
-        if micro_batch and saved != mine:
+        # Earlier versions could be given more effort, which deals a step differently.
+        if micro_batch and (saved != mine or state.get("effort", 1) != 1):
             raise ValueError(
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches assigned to ranks with"
                 f" {saved} (now {mine}); continue with those, or from the beginning of a step"

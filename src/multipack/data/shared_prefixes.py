@@ -35,9 +35,9 @@ from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
-from multipack.planning.items import Items, ItemSource, check_item_options
+from multipack.planning.items import ItemSource, SharedItems, check_item_options
 from multipack.planning.lengths import Packs, check_integers, check_lengths, offsets_of
-from multipack.planning.options import PlanOptions, check_targets, check_weights
+from multipack.planning.options import PlanOptions, check_carried, check_targets, check_weights
 from multipack.planning.steps import permutation
 
 Integers = NDArray[np.int64]
@@ -217,9 +217,11 @@ class SharedPrefixes(ItemSource):
         options = self._options
         return options.packs_per_step * options.mean * options.window * widened
 
-    def items(self, seed: int = 0, epoch: int = 0, carried: ArrayLike = (), widened: int = 1) -> Items:
+    def items(
+        self, seed: int = 0, epoch: int = 0, carried: ArrayLike | None = None, widened: int = 1
+    ) -> SharedItems:
         """See `ItemSource`; `carried` are numbers of entries."""
-        opening = check_integers("carried", carried)
+        opening = check_carried(carried, len(self.lengths))
         sequence, part = self._order(seed, epoch, opening, self._window_tokens(widened))
         by_tokens = np.lexsort((self._rank[sequence], part))
         members, part = sequence[by_tokens], part[by_tokens]
@@ -241,12 +243,13 @@ class SharedPrefixes(ItemSource):
 
         sizes = rearranged.sizes()[order]
         entries = np.arange(len(members)) + np.repeat(starts[order] - offsets_of(sizes)[:-1], sizes)
-        return Items(
+        return SharedItems(
             members=Packs(members[entries], offsets_of(sizes)),
-            places=by_tokens[entries],
+            member_places=by_tokens[entries],
             shared=again[entries],
             slots=total(slots - again),
-            attention=AttentionPairs(
+            sequence=np.arange(len(starts)),
+            pairs=AttentionPairs(
                 total(self._pairs[members] - repeats.pairs),
                 total(self._windowed[members] - repeats.windowed),
                 self._answers * sizes,

@@ -31,7 +31,7 @@ from multipack.integrations.host_sampler import (
     world_size,
 )
 from multipack.planning.lengths import check_integer, short
-from multipack.planning.options import PlanOptions, check_fingerprint, opened, sealed
+from multipack.planning.options import PlanOptions, check_fingerprint, opened
 from multipack.planning.packing import Packs, pack
 
 LOG = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             "order": torch.from_numpy(epoch.order),
             "sampler": epoch.inner,
         }
-        return sealed(self._saved(epoch.order) | position)
+        return self._saved(epoch.order) | position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator, with the same batches and the same `len`.

@@ -29,7 +29,7 @@ from multipack.integrations.host_sampler import (
     saved_integer,
 )
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.options import Balance, PlanOptions, check_fingerprint, opened, sealed
+from multipack.planning.options import Balance, PlanOptions, check_fingerprint, opened
 from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
@@ -120,7 +120,7 @@ class MultipackDistributedBatchSampler(OwnSampler, HostSampler, Sampler[Integers
 
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
-        return sealed(self._saved() | {"epoch": self.epoch, "batch": int(batch)})
+        return self._saved() | {"epoch": self.epoch, "batch": int(batch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator.

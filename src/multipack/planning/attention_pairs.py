@@ -1,7 +1,8 @@
-"""`AttentionPairs`: what attention costs in items of several documents."""
+"""`AttentionPairs`: the cost of attention in items of several documents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ class AttentionPairs(NamedTuple):
     def of(
         cls, lengths: NDArray[np.int64], shared: NDArray[np.int64] | int = 0, window: int = 0
     ) -> AttentionPairs:
-        """That of documents, of whose tokens the `shared` first ones are computed in another one.
+        """Attention of documents whose first `shared` tokens another document computes.
 
         Args:
             lengths: (n,) tokens of each document.
@@ -44,5 +45,13 @@ class AttentionPairs(NamedTuple):
         return cls(pairs, windowed, np.ones_like(pairs))
 
     def take(self, items: NDArray[np.integer[Any]]) -> AttentionPairs:
-        """That of these items."""
-        return AttentionPairs(*(each[items] for each in self))
+        """Attention of these items."""
+        return AttentionPairs(*(values[items] for values in self))
+
+
+AttentionOf = Callable[[NDArray[Any]], AttentionPairs | None]
+"""Numbers of items → their attention; None = each is one document, whose attention follows from its length."""
+
+
+def each_alone(items: NDArray[Any]) -> None:
+    """Attention of items that are one document each."""

@@ -15,19 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, costliest_first, least_maximum
-from multipack.planning.groups import check_groups, repeated_tokens
 from multipack.planning.histogram import count, simple_bound
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import Packs, check_integer, check_integers, name_documents, packs_from
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
+    check_integer,
+    check_integers,
+    name_documents,
+    packs_from,
+    short,
+)
 from multipack.planning.options import check_choice
 from multipack.planning.packing import pack
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 Cost = CostModel | ModelShape | ArrayLike | Callable[[Integers], ArrayLike] | None
 """The cost of documents: a model's, one number a document, a function of the lengths, or None for their tokens."""
@@ -140,7 +145,7 @@ def balance(
                 "shared= counts tokens that a group computes once: give groups=, together='micro_batch', and cost=None,"
                 " a model or a function of lengths"
             )
-        again = repeated_tokens(shared, check_groups(groups, len(tokens)), tokens)
+        again = _repeated_tokens(shared, _check_groups(groups, len(tokens)), tokens)
         # Together, since costs that are no integers are rounded to a fraction of the largest.
         both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
         costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
@@ -153,7 +158,7 @@ def balance(
     limit = max(min(limit, int(tokens.sum())), 1)
     if groups is None or (ranks == 1 and together == "rank"):
         return _divide(tokens, costs, ranks, limit, "documents")
-    members = check_groups(groups, len(tokens))
+    members = _check_groups(groups, len(tokens))
     if together == "rank":
         return _divide_groups(tokens, costs, members, ranks, limit)
     inside = sums(members, tokens, int(members.max()) + 1)
@@ -302,7 +307,7 @@ def _of_documents(divided: RankBatches, members: Integers) -> RankBatches:
 def _fewest(lengths: Integers, ranks: int, budget: int) -> int:
     """A proven lower bound on the micro-batches of each rank, at least 1."""
     if lengths.sum() <= ranks * budget and 2 * lengths.max() <= budget:
-        return 1  # `simple_bound` is that of the tokens
+        return 1  # `simple_bound` would be the bound of the tokens
     held = lengths[lengths > 0]
     return -(-simple_bound(count(held), budget, len(held)) // ranks)
 
@@ -319,7 +324,7 @@ def _best_fit(lengths: Integers, budget: int) -> Integers:
 def _least_load(lengths: Integers, costs: Integers, ranks: int, micro_batches: int, budget: int) -> int:
     """A proven lower bound on the largest load of a rank, for documents in falling order of cost.
 
-    Beside that of `least_maximum`: the rank with the costliest document has a document for each other micro-batch.
+    Beside the bound of `least_maximum`: the rank with the costliest document has a document for each other micro-batch.
     """
     alone = int(costs[0]) + int(costs[len(costs) - micro_batches + 1 :].sum())
     return max(least_maximum(lengths, costs, ranks, micro_batches * budget), alone)
@@ -380,3 +385,31 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:
         raise ValueError(f"the sum of the costs times {ranks} must be below 2^61; divide them by a constant")
     return given.astype(np.int64)
+
+
+def _repeated_tokens(shared: ArrayLike, members: Integers, tokens: Integers) -> Integers:
+    """(documents,) tokens of each document that the first one of its group computes, too."""
+    given = check_integers("shared", shared)
+    first = np.full(int(members.max()) + 1, -1, dtype=np.int64)
+    first[members[::-1]] = np.arange(len(members))[::-1]
+    if (
+        given.shape != tokens.shape
+        or (given < 0).any()
+        or (given > tokens).any()
+        or (given != given[first[members]]).any()
+    ):
+        raise ValueError(
+            f"shared must be {len(tokens):,} whole numbers, one a document, at most its tokens, and equal in a group"
+        )
+    return np.where(np.arange(len(members)) == first[members], 0, given)
+
+
+def _check_groups(groups: ArrayLike, documents: int) -> Integers:
+    """(documents,) number of each document's group, from 0."""
+    given = np.asarray(groups)
+    if given.shape != (documents,):
+        raise ValueError(f"groups must be {documents:,} values, one a document, got shape {given.shape}")
+    try:
+        return np.unique(given, return_inverse=True)[1].astype(np.int64)
+    except TypeError:
+        raise ValueError(f"groups must be integers or strings, got {short(groups)}") from None

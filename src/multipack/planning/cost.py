@@ -47,11 +47,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from multipack.atomic import read_file, write_atomically
 from multipack.planning.attention_pairs import AttentionPairs, windowed_pairs
-from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.lengths import Integers, check_integer, check_lengths
 from multipack.planning.matrix_flops import matrix_flops
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -200,27 +200,31 @@ class CostModel:
         linear, quadratic, constant = measured.weights()
         return cls(shape, linear, quadratic, constant=constant, timed=measured)
 
-    def cost(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> NDArray[np.int64]:
-        """(items,) int64 cost of each item; that of a document does not decrease with length.
+    def cost(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> Integers:
+        """(items,) int64 cost of each item; a longer document costs no less than a shorter one.
 
         Args:
             lengths: (items,) slots of each.
-            attention: that of each; None = each is one document.
+            attention: attention of each; None = each is one document.
 
         Raises:
             ValueError: a length is not a positive integer, or the costs sum to 2^62 or more.
         """
         checked = check_lengths(lengths)
         self.check(checked)
+        return self.cost_of(checked, attention)
+
+    def cost_of(self, slots: Integers, attention: AttentionPairs | None) -> Integers:
+        """As `cost`, of slots that were checked: a plan checks its documents once, and asks for every window."""
         if attention is not None:
-            cost = self.linear * checked + self.quadratic * attention.pairs
+            cost = self.linear * slots + self.quadratic * attention.pairs
             return cost + self.sliding * attention.windowed + self.constant * attention.documents
-        cost = checked * (self.linear + self.quadratic * (checked + 1))
+        cost = slots * (self.linear + self.quadratic * (slots + 1))
         if self.sliding:
-            cost += self.sliding * windowed_pairs(checked, self.window)
+            cost += self.sliding * windowed_pairs(slots, self.window)
         return cost + self.constant if self.constant else cost
 
-    def check(self, lengths: NDArray[np.int64]) -> None:
+    def check(self, lengths: Integers) -> None:
         """Raise the errors of `cost` without allocating the costs."""
         count, longest = len(lengths), int(lengths.max())
         pairs = self.quadratic * (longest + 1) + self.sliding * min(longest + 1, 2 * self.window)
@@ -325,9 +329,7 @@ def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
     return shape.heads * products[recompute]
 
 
-def _terms(
-    lengths: NDArray[np.int64], attention: AttentionPairs | None = None
-) -> tuple[float, float, float, float]:
+def _terms(lengths: Integers, attention: AttentionPairs | None = None) -> tuple[float, float, float, float]:
     """The factors of the coefficients in `Seconds`: 1, Σ l, Σ l(l+1), number of documents."""
     exact = lengths.astype(np.float64)
     if attention is not None:
@@ -335,10 +337,10 @@ def _terms(
     return 1.0, float(exact.sum()), float((exact * (exact + 1)).sum()), float(len(exact))
 
 
-def _fit_seconds(timings: Sequence[tuple[NDArray[np.int64], float]]) -> Seconds:
+def _fit_seconds(timings: Sequence[tuple[Integers, float]]) -> Seconds:
     """Fit non-negative coefficients to measured times by least squares.
 
-    Columns are first scaled to a maximum of 1, because the number of pairs may be 10^9 and that of documents 10.
+    Columns are first scaled to a maximum of 1, because there may be 10^9 pairs and 10 documents.
 
     Raises:
         ValueError: there are fewer than four timings, seconds are not positive, or tokens, pairs and documents are

@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
-from multipack.planning.lengths import Packs, check_integer, packs_from
+from multipack.planning.lengths import Integers, Packs, check_integer, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
-
-Integers = NDArray[np.int64]
 
 DEALING = 9
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
@@ -36,7 +34,6 @@ _COARSE, _COARSE_HALF = 1_000, 4  # quick: with few documents until loads are wi
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
 _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
-_MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 _SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 _GOLDEN = 0.618  # multiples of the golden ratio, modulo 1, are evenly distributed, however many they are
 
@@ -82,7 +79,7 @@ def least_step_cost(
     total, first = int(costs.sum()), least_maximum(*heavy, ranks * micro_batches, capacity)
     order = longest_first(lengths)
     lengths, costs = lengths[order], costs[order]
-    least = np.minimum.accumulate(costs)  # that of the cheapest item among the longest ones
+    least = np.minimum.accumulate(costs)  # of the cheapest item among the longest ones
     rates = -(-costs // lengths)
     by_rate = np.argsort(-rates, kind="stable")
     tokens, cost = np.append(0, np.cumsum(lengths[by_rate])), np.append(0, np.cumsum(costs[by_rate]))
@@ -150,9 +147,7 @@ def deal_packs(
     order = costliest_first(slots, costs)
     placed, lengths, costs = own[order], slots[order], costs[order]
     limit, joint, capacity = options.max_documents, options.balance == "joint", options.capacity
-    step = Arrangement(
-        lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint, effort=options.effort
-    )
+    step = Arrangement(lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint)
     fill_empty(placed, step.packs)
     if ranks > 1:
         goal = least_step_cost(lengths, costs, step.ranks, micro_batches, capacity, sync)
@@ -180,7 +175,6 @@ class Arrangement:
     max_documents: int = 0  # maximum documents of a pack; 0 = no limit
     sync: Sync = "step"  # where ranks wait for each other
     joint: bool = False  # balance tokens and their squares instead of costs
-    effort: int = 1  # rearrangements tried, in multiples of the default
     quick: bool = False  # begin with smaller rearrangements and end farther from the proven minimum
 
     @property
@@ -238,8 +232,9 @@ class Arrangement:
         stride = next(stride for stride in count(int(_GOLDEN * ranks)) if gcd(stride, ranks) == 1)
         first = stride * (ranks - 1 - turn if back % 2 else turn)
         places = (-total).argsort(kind="stable").argsort()
-        rank = (places[moved] + first) % ranks
-        return placed - placed % ranks + rank[placed % len(rank)]
+        rank_of = ((places[moved] + first) % ranks).reshape(-1, ranks)  # one row where ranks synchronize once
+        micro_batch, before = np.divmod(placed, ranks)
+        return micro_batch * ranks + rank_of[micro_batch % len(rank_of), before]
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
@@ -251,7 +246,7 @@ class Arrangement:
         yield self._numbered(own)
 
     def _by_rank(self) -> Integers:
-        """Place the documents on ranks, the longest first, and those of each rank into its packs."""
+        """Place the documents on ranks, the longest first, and then into the packs of their rank."""
         slots = self.micro_batches
         ranks = place(self.lengths, self.costs, self.ranks, slots * self.capacity, slots * self.limit)
         found = place_inside(self.lengths, self.costs, ranks, self.ranks, slots, self.capacity, self.limit)
@@ -283,7 +278,7 @@ class Arrangement:
         return placed
 
     def _numbered(self, placed: Integers) -> Integers:
-        """Packs get micro-batch and rank: those of similar cost share a micro-batch.
+        """Packs get micro-batch and rank: packs of similar cost share a micro-batch.
 
         Where ranks synchronize once a step, each second micro-batch is in rising order, so that ranks add up to similar
         loads.
@@ -307,12 +302,11 @@ class Arrangement:
             goal = least if once or joint else least_maximum(lengths, costs, self.ranks, self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
             packs, mean = placed[inside] - point * self.ranks, int(costs.sum()) // self.ranks
-            half = (_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE)
+            half = _JOINT_HALF if joint else _HALF
             excess = 0 if joint else max(goal + goal // self.close - mean, 0)
             stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
             for size, most in (*stages, (half, excess)):
-                attempts = _ATTEMPTS * self.effort * self.ranks * slots
-                search = (size, attempts, _FAILURES * slots**2 * self.effort, most)
+                search = (size, _ATTEMPTS * self.ranks * slots, _FAILURES * slots**2, most)
                 limits = (self.capacity, self.limit, self.ranks, slots)
                 balancing.balance(packs, lengths, np.stack(loads), *limits, *search)
             placed[inside] = packs + point * self.ranks

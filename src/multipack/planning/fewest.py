@@ -37,8 +37,7 @@ from scipy.optimize import linprog
 
 from multipack.planning.histogram import Histogram, Patterns, best_fit, simple_bound
 from multipack.planning.kernels import search as kernels
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 QUICK = ((50, 10**7), (1_000, 10**7))
 THOROUGH = ((10_000, 10**8), (100_000, 4 * 10**8))

@@ -15,16 +15,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.kernels import fit as kernels
+from multipack.planning.lengths import Integers
 
 
 class Histogram(NamedTuple):
     """Number of documents of each length."""
 
-    values: NDArray[np.int64]  # (distinct,) lengths in tokens, falling
-    counts: NDArray[np.int64]  # (distinct,) documents of each length
+    values: Integers  # (distinct,) lengths in tokens, falling
+    counts: Integers  # (distinct,) documents of each length
 
     @property
     def tokens(self) -> int:
@@ -32,7 +32,7 @@ class Histogram(NamedTuple):
         return int(self.values @ self.counts)
 
 
-def count(lengths: NDArray[np.int64]) -> Histogram:
+def count(lengths: Integers) -> Histogram:
     """The histogram of checked lengths."""
     # A table of all lengths may be larger than the documents.
     if int(lengths.max()) > 16 * len(lengths) + (1 << 16):
@@ -69,24 +69,24 @@ def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int
 class Patterns(NamedTuple):
     """Packs of a histogram's documents. Pattern p has the runs starts[p] … starts[p + 1] − 1."""
 
-    starts: NDArray[np.int64]  # (patterns + 1,)
-    numbers: NDArray[np.int64]  # (runs,) index into the histogram's lengths
-    copies: NDArray[np.int64]  # (runs,) documents of that length in each pack
-    packs: NDArray[np.int64]  # (patterns,) number of packs
+    starts: Integers  # (patterns + 1,)
+    numbers: Integers  # (runs,) index into the histogram's lengths
+    copies: Integers  # (runs,) documents of that length in each pack
+    packs: Integers  # (patterns,) number of packs
 
     @property
     def num_packs(self) -> int:
         """Number of packs of all patterns."""
         return int(self.packs.sum())
 
-    def columns(self, distinct: int) -> NDArray[np.int64]:
+    def columns(self, distinct: int) -> Integers:
         """(distinct, patterns) documents of each length in a pack of each pattern."""
         table = np.zeros((distinct, len(self.packs)), dtype=np.int64)
         table[self.numbers, np.repeat(np.arange(len(self.packs)), np.diff(self.starts))] = self.copies
         return table
 
     @classmethod
-    def of(cls, columns: NDArray[np.int64], packs: NDArray[np.int64]) -> Patterns:
+    def of(cls, columns: Integers, packs: Integers) -> Patterns:
         """The patterns of columns, with the number of packs of each."""
         pattern, number = np.nonzero(columns.T)
         starts = np.searchsorted(pattern, np.arange(len(packs) + 1))

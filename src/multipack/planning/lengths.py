@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Integers = NDArray[np.int64]
+
 LARGEST_CAPACITY = 1 << 27
 """Most tokens of a pack: kernels index arrays of that size by tokens."""
 
 _NAMED = 5  # offending documents that a message names; the others are counted
 
 
-def offsets_of(sizes: NDArray[Any]) -> NDArray[np.int64]:
+def offsets_of(sizes: NDArray[Any]) -> Integers:
     """(len + 1,) int64 cumulative sum of sizes, from 0."""
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -32,8 +34,8 @@ class Packs:
         lower_bound: proven lower bound on the number of packs; None if not computed.
     """
 
-    order: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    order: Integers
+    offsets: Integers
     lower_bound: int | None = None
 
     @property
@@ -44,29 +46,29 @@ class Packs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, pack: int) -> NDArray[np.int64]:
+    def __getitem__(self, pack: int) -> Integers:
         """The document numbers of one pack; negative indices count from the end."""
         number = pack + len(self) if pack < 0 else pack
         if not 0 <= number < len(self):
             raise IndexError(f"pack {pack} of {len(self)}")
         return self.order[self.offsets[number] : self.offsets[number + 1]]
 
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+    def __iter__(self) -> Iterator[Integers]:
         return (self[pack] for pack in range(len(self)))
 
     def __repr__(self) -> str:
         return f"Packs({len(self):,} packs of {len(self.order):,} documents)"
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Integers:
         """(packs,) documents of each pack."""
         return np.diff(self.offsets)
 
-    def totals(self, values: ArrayLike) -> NDArray[np.int64]:
+    def totals(self, values: ArrayLike) -> Integers:
         """(packs,) int64 sums over each pack of `values`, one value per document number (lengths, for example)."""
         return np.diff(offsets_of(np.asarray(values)[self.order])[self.offsets])
 
 
-def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
+def packs_from(pack_of: Integers, packs: int) -> Packs:
     """`Packs` from the pack number of each document; the documents of a pack keep their order."""
     keys = pack_of.astype(np.uint16) if packs <= 1 << 16 else pack_of  # which numpy sorts by radix
     return Packs(np.argsort(keys, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
@@ -89,7 +91,7 @@ def check_integer(name: str, value: Any, least: int | None = 1, most: int | None
     return int(value)
 
 
-def check_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+def check_integers(name: str, values: ArrayLike) -> Integers:
     """A flat list of integers, possibly empty, as int64; `ValueError` for another shape or type."""
     try:
         array = np.asarray(values)
@@ -100,7 +102,7 @@ def check_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 1) -> NDArray[np.int64]:
+def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 1) -> Integers:
     """Lengths as a (documents,) int64 array.
 
     Args:

@@ -22,7 +22,7 @@ def _matrices(shape: ModelShape) -> int:
 
 
 def matrix_flops(shape: ModelShape, recompute: str, adapter: AdapterConfig | None) -> int:
-    """FLOPs of matrix products per token; those of frozen matrices have no gradient of the matrix."""
+    """FLOPs of matrix products per token; a frozen matrix has no gradient."""
     elements = _matrices(shape)
     if adapter is None or adapter.name == "none":
         return MATRIX_FLOPS[recompute] * elements

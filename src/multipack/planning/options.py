@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import LARGEST_CAPACITY, check_integer, check_integers, short
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import LARGEST_CAPACITY, Integers, check_integer, check_integers, short
 
 Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
@@ -42,6 +40,8 @@ class PlanOptions:
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
+    RETIRED: ClassVar[tuple[str, ...]] = ("effort",)
+    """Settings that saved runs may have and that are gone."""
 
     capacity: int = 2048
     """Maximum tokens of a pack: the hard limit, set by memory."""
@@ -67,8 +67,6 @@ class PlanOptions:
     """Packs with costly long documents share steps: better balance, less random steps."""
     align: int = 1
     """Each document is padded to a multiple of this many tokens (2 · context · tensor parallel, fp8 tiles)."""
-    effort: int = 1
-    """Rearrangements tried when a step is dealt, in multiples of the default: better balance, more time."""
 
     def __post_init__(self) -> None:
         """Check every field, and fields against each other.
@@ -76,7 +74,7 @@ class PlanOptions:
         Raises:
             ValueError: the message names the setting, what was given and what is legal.
         """
-        for name in ("packs_per_step", "window", "align", "effort"):
+        for name in ("packs_per_step", "window", "align"):
             object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name), most=LARGEST))
         capacity = check_integer("plan.capacity", self.capacity, most=LARGEST_CAPACITY)
         object.__setattr__(self, "capacity", capacity)
@@ -148,7 +146,7 @@ class PlanOptions:
             balanced: the cost that packs are equalized in.
             steps: number of steps, where it was given.
         """
-        names = {field.name for field in fields(self)} - {"micro_batches", "effort"}
+        names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
         cost = balanced.key() if self.balance == "cost" else self.balance
         return values | {"budget": self.mean, "steps": steps, "cost": cost}
@@ -275,47 +273,22 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
     )
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """A state to be saved, with a checksum that `opened` compares."""
-    return state | {"checksum": _checksum(state)}
-
-
 @contextmanager
 def opened(state: Any, what: str, *names: str) -> Iterator[None]:
-    """Context for loading a saved state: checks its keys and checksum, and refuses values of wrong types.
-
-    Errors that such values cause inside become a ValueError.
+    """Context for loading a saved state: checks its keys, and turns errors of values of wrong types into a ValueError.
 
     Args:
-        state: what `sealed` returned.
+        state: any value; states of earlier versions have a checksum, which is not read.
         what: its name in messages.
         names: keys that it must have.
 
     Raises:
-        ValueError: the state lacks a key, differs from its checksum, or holds values of a wrong type.
+        ValueError: the state lacks a key, or holds values of a wrong type.
     """
     try:
-        if missing := [name for name in (*names, "checksum") if name not in state]:
+        if missing := [name for name in names if name not in state]:
             raise ValueError(f"{what} lacks {', '.join(missing)}")
-        if state["checksum"] != _checksum(state):
-            raise ValueError(
-                f"{what} is damaged: it differs from its checksum; continue from another checkpoint"
-            )
         yield
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         raise ValueError(f"{what} is damaged: {reason}; continue from another checkpoint") from error
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    """SHA-256 of a state without its checksum, the same after JSON. Arrays count by their bytes, objects by type."""
-
-    def plain(value: Any) -> Any:
-        array = np.ascontiguousarray(value)
-        known = array.dtype.kind in "biuf"
-        return (
-            [array.dtype.str, hashlib.sha256(array.tobytes()).hexdigest()] if known else type(value).__name__
-        )
-
-    values = {name: state[name] for name in state if name != "checksum"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=plain).encode()).hexdigest()

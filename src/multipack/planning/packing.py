@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike
 from multipack.planning.histogram import best_fit, count, simple_bound
 from multipack.planning.kernels import fit as kernels
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, packs_from
 
 __all__ = ["Method", "Packs", "pack", "packs_from"]
 
-Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
+Method = Literal["next_fit", "first_fit_decreasing", "best_fit", "fewest"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: multiples of it modulo 2^64 mix the documents, sorted by length, evenly."""
@@ -38,11 +38,11 @@ def pack(
     Args:
         lengths: (documents,) tokens of each document.
         capacity: most tokens of a pack.
-        method: `next_fit` keeps the order of the documents. `first_fit_decreasing` and `best_fit` (also
-            `best_fit_decreasing`) take the longest first and need at most 11/9 of the fewest packs + 6/9 (Dósa 2007);
-            best fit is exact: always the smallest room that fits. `fewest` starts from best fit and searches for fewer
-            packs and for a proof that there are none: see `fewest.py`. With `max_documents`, first fit replaces the
-            last two where it needs fewer packs, in the documents' own order or in one that mixes lengths evenly.
+        method: `next_fit` keeps the order of the documents. `first_fit_decreasing` and `best_fit` take the longest
+            first and need at most 11/9 of the fewest packs + 6/9 (Dósa 2007); best fit is exact: always the smallest
+            room that fits. `fewest` starts from best fit and searches for fewer packs and for a proof that there are
+            none: see `fewest.py`. With `max_documents`, first fit replaces the last two where it needs fewer packs, in
+            the documents' own order or in one that mixes lengths evenly.
         max_documents: most documents of a pack; None = no limit.
         time_budget: CPU seconds of this process after which `fewest` returns its best packing and bound so far. It is
             checked between rounds. Packs are reproducible if it is not exhausted.
@@ -65,9 +65,7 @@ def pack(
         return replace(packs_from(*kernels.next_fit(checked, capacity, limit)), lower_bound=bound)
     by_length = longest_first(checked, small=True)
     if method == "first_fit_decreasing":
-        placed = np.empty_like(checked)
-        placed[by_length], packs = kernels.first_fit(checked[by_length], capacity, limit)
-        return replace(packs_from(placed, packs), lower_bound=bound)
+        return replace(_first_fit(checked, by_length, capacity, limit), lower_bound=bound)
     if method == "fewest":
         from multipack.planning.fewest import fewest  # imports SciPy
 
@@ -81,8 +79,13 @@ def pack(
         # Longest first fills packs with `limit` short documents that hold few tokens; a mixed order does not.
         steps = np.arange(len(checked), dtype=np.uint64) * np.uint64(_GOLDEN)
         for order in (by_length[np.argsort(steps)], np.arange(len(checked))):
-            placed = np.empty_like(checked)
-            placed[order], packs = kernels.first_fit(checked[order], capacity, limit)
-            if packs < len(best):
-                best = replace(packs_from(placed, packs), lower_bound=bound)
+            packs = _first_fit(checked, order, capacity, limit)
+            best = replace(packs, lower_bound=bound) if len(packs) < len(best) else best
     return best
+
+
+def _first_fit(lengths: Integers, order: Integers, capacity: int, limit: int) -> Packs:
+    """Each document, in this order, into the first pack with room."""
+    pack_of = np.empty_like(lengths)
+    pack_of[order], packs = kernels.first_fit(lengths[order], capacity, limit)
+    return packs_from(pack_of, packs)

@@ -27,16 +27,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import spread, sums
-from multipack.planning.lengths import check_integer, check_integers, offsets_of
+from multipack.planning.lengths import Integers, check_integer, check_integers, offsets_of
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 CLOSE = 500
 """Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""
@@ -47,7 +45,7 @@ _HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balan
 
 @dataclass(frozen=True)
 class Prices:
-    """What it costs a rank to send and receive, in the unit of `CostModel.cost`."""
+    """Costs of sending and receiving for a rank, in the unit of `CostModel.cost`."""
 
     key: int = 0  # of a token's keys and values and, in the backward pass, keys, values and gradients again
     # of each token of a rank if ranks exchange heads for tokens (Ulysses); None = they cannot
@@ -114,7 +112,7 @@ class Placement:
 
         Args:
             cost: the cost of documents.
-            slots: slots that every rank computes, filled or not; 0 = those of its tokens.
+            slots: slots that every rank computes, filled or not; 0 = the slots of its tokens.
         """
         linear = np.full(self.ranks, slots) if slots else self.tokens
         constants = sums(self.rank, (self.start == 0).astype(np.int64), self.ranks)
@@ -219,7 +217,7 @@ def place(
 
 @dataclass(frozen=True)
 class Placing:
-    """How a run places packs: the arguments of `choose` that all packs share."""
+    """How a run places packs. Slots of a pack are a multiple of `ranks` · `multiple`."""
 
     cost: CostModel  # the cost of documents
     ranks: int  # number of context ranks
@@ -229,29 +227,32 @@ class Placing:
     slack: float = 0.0
 
     def __call__(self, lengths: ArrayLike, slots: int) -> tuple[Placement | None, Integers]:
-        """Place a pack of this many slots, a multiple of `ranks` · `multiple`.
+        """Place a pack of this many slots.
 
         Returns:
             The placement, None = Ulysses; and the (ranks,) slots that each rank computes.
         """
-        even = slots // self.ranks
-        most = int(even * (1 + self.slack)) // self.multiple * self.multiple
-        found = choose(lengths, self.cost, self.ranks, most, self.prices, not self.slack)
-        if found is None or not self.slack:
-            return found, np.full(self.ranks, even)
-        return found, -(-np.maximum(found.tokens, 1) // self.multiple) * self.multiple
+        cheaper = self.cheaper(self.planned(lengths, slots), slots)
+        if cheaper is None or not self.slack:
+            return cheaper, np.full(self.ranks, slots // self.ranks)
+        return cheaper, -(-np.maximum(cheaper.tokens, 1) // self.multiple) * self.multiple
 
+    def planned(self, lengths: ArrayLike, slots: int) -> Placement:
+        """The placement by cost of a pack of this many slots."""
+        return place(lengths, self.cost, self.ranks, self._most(slots), self.prices, not self.slack)
 
-def choose(
-    lengths: ArrayLike, cost: CostModel, ranks: int, slots: int, prices: Prices, padded: bool = True
-) -> Placement | None:
-    """`place`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
-    found = place(lengths, cost, ranks, slots, prices, padded)
-    if prices.token is None or not found.sent.any():
-        return found
-    computed, each = (slots, slots) if padded else (0, int(found.tokens.sum()) // ranks)
-    even = int(found.costs(cost, computed).sum()) // ranks + prices.token * each
-    return None if _lower(even, found.slowest(cost, prices, computed)) else found
+    def cheaper(self, planned: Placement, slots: int) -> Placement | None:
+        """`planned`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
+        if self.prices.token is None or not planned.sent.any():
+            return planned
+        most = self._most(slots)
+        computed, each = (0, int(planned.tokens.sum()) // self.ranks) if self.slack else (most, most)
+        even = int(planned.costs(self.cost, computed).sum()) // self.ranks + self.prices.token * each
+        return None if _lower(even, planned.slowest(self.cost, self.prices, computed)) else planned
+
+    def _most(self, slots: int) -> int:
+        """Maximum slots of a rank, of a pack of this many."""
+        return int(slots // self.ranks * (1 + self.slack)) // self.multiple * self.multiple
 
 
 def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
@@ -273,7 +274,7 @@ def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
 
 
 def _budgets(lengths: Integers, rates: Integers, ranks: int) -> Iterator[int]:
-    """Budgets for the load of a part, from that of the largest document down to a quarter of a rank's mean load."""
+    """Budgets for the load of a part, from the largest document's down to a quarter of a rank's mean load."""
     loads = lengths * rates
     most, mean = int(loads.max(initial=1)), max(int(loads.sum()) // ranks, 1)
     yield most
@@ -285,7 +286,7 @@ def _budgets(lengths: Integers, rates: Integers, ranks: int) -> Iterator[int]:
 
 
 def _lower(value: int, other: int) -> bool:
-    """Whether a cost is lower by more than what is not worth another division of documents."""
+    """Whether a cost is so much lower that another division of documents is worth it."""
     return value * (CLOSE + 1) < other * CLOSE
 
 

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.placement import Placement, Placing, choose, head_tail, place
+from multipack.planning.lengths import Integers
+from multipack.planning.placement import Placement, Placing, head_tail
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ContextMeasure:
-    """One method over packs. Costs are those of the slowest rank over the mean of all ranks.
+    """One method over packs. Costs are costs of the slowest rank over the mean of all ranks.
 
     Attributes:
         method: ring, ulysses, planned or auto.
@@ -66,28 +65,19 @@ def measure_context(
     Returns:
         Measures of ring, ulysses, planned and auto; ulysses alone for models that planned cannot compute exactly.
     """
-    cost, ranks, prices = placing.cost, placing.ranks, placing.prices
-    each, padded = slots // ranks, not placing.slack
-    most = int(each * (1 + placing.slack)) // placing.multiple * placing.multiple
-    found: dict[str, list[tuple[float, ...]]] = {}
+    each = slots // placing.ranks
+    rows: dict[str, list[tuple[float, ...]]] = {"ring": [], "ulysses": [], "planned": [], "auto": []}
     for lengths in packs:
-        placements: dict[str, Placement | None] = {"ulysses": None}
-        if not cost.sliding and not shape.attention_cap:
-            placements |= {
-                "ring": head_tail(lengths, ranks, each),
-                "planned": place(lengths, cost, ranks, most, prices, padded),
-                "auto": choose(lengths, cost, ranks, most, prices, padded),
-            }
+        placements: dict[str, Placement | None] = {}
+        if placing.prices.token is not None:
+            placements["ulysses"] = None
+        if not placing.cost.sliding and not shape.attention_cap:
+            planned = placing.planned(lengths, slots)
+            placements["ring"] = head_tail(lengths, placing.ranks, each)
+            placements |= {"planned": planned, "auto": placing.cheaper(planned, slots)}
         for method, placement in placements.items():
-            if method == "ulysses" and prices.token is None:
-                continue
-            found.setdefault(method, []).append(_of_pack(placement, lengths, placing, each))
-    order = ("ring", "ulysses", "planned", "auto")
-    return [
-        _mean(method, np.array(found[method]), shape, placing, each, size)
-        for method in order
-        if method in found
-    ]
+            rows[method].append(_of_pack(placement, lengths, placing, each))
+    return [_mean(method, np.array(of), shape, placing, each, size) for method, of in rows.items() if of]
 
 
 def _of_pack(

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
-from multipack.planning.items import Items
-from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
+from multipack.planning.items import Items, ItemSource
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import (
     LossWeighting,
     PlanOptions,
@@ -32,10 +31,8 @@ from multipack.planning.options import (
     check_weights,
     fingerprint_of,
 )
-from multipack.planning.steps import StepRules, divide_epoch, permutation
+from multipack.planning.steps import Division, StepRules, divide_epoch, permutation
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 
 def denominator_of(
@@ -49,61 +46,134 @@ def denominator_of(
     return int(counts.sum()) if weights is None else float((counts * weights).sum())
 
 
+class SingleDocuments(ItemSource):
+    """Items of one document each, numbered as the documents; all of these are checked here, and nowhere below.
+
+    Arguments and errors as of `plan`.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        options: PlanOptions,
+        targets: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+    ) -> None:
+        self.lengths = check_lengths(lengths, options.capacity, options.align)
+        self.targets = None if targets is None else check_targets(targets, self.lengths)
+        self.weights = None if weights is None else check_weights(weights, len(self.lengths))
+        self._options, self._slots = options, options.slots(self.lengths)
+
+    def items(
+        self, seed: int = 0, epoch: int = 0, carried: ArrayLike | None = None, widened: int = 1
+    ) -> Items:
+        """See `ItemSource`."""
+        documents, options = len(self.lengths), self._options
+        opening = check_carried(carried, documents)
+        own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
+        return Items(
+            lengths=self.lengths,
+            targets=self.targets,
+            weights=self.weights,
+            carried_in=opening,
+            slots=self._slots,
+            sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
+            most_documents=options.most_documents(self._slots, options.tail == "carry" or len(opening) > 0),
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The steps of one epoch. Made by `plan`.
 
-    An item is what the plan places: a document, unless it was made of `Items`. Packs are of items; `of_documents` gives
-    those of documents.
+    An item is what the plan places: a document, unless it was made of `SharedItems`. Packs are of items; `of_documents`
+    makes packs of documents from them.
 
     Attributes:
-        lengths: (all documents,) int64 tokens of every document, planned or not.
-        target_counts: (all documents,) int64 target tokens, or None for length − 1.
-        weights: (all documents,) float64 weights of documents in the loss, or None for 1.
+        items: the items of the epoch, and all documents.
         options: options of the plan.
-        loss_weighting: whether the loss is a mean over `token`s or `document`s; does not affect the steps.
+        division: the items in packs and steps, as positions in the order of the epoch.
         seed, epoch: seed and epoch of the order.
+        loss_weighting: whether the loss is a mean over `token`s or `document`s; does not affect the steps.
         cost_model: cost of documents.
-        items: the documents of each item; None = item i is document i.
-        slots: (all items,) int64 slots of each item in a pack: a document's length, padded to `align`.
         balanced: cost that is balanced between packs, determined by the option `balance`.
-        window: number of steps planned together: as given, or more if a fixed number of steps required it.
-        order: (items,) int64 item numbers, pack after pack, step after step.
-        positions: (items,) place of each item of `order` in the epoch's seeded order.
-        pack_offsets: (packs + 1,) int64 start of each pack in `order`.
-        step_offsets: (steps + 1,) int64 index of the first pack of each step.
-        dropped: numbers of the documents dropped by `tail="drop"`, in their order.
-        carried: numbers of the documents that `tail="carry"` leaves for the next epoch, in their order.
-        carried_in: numbers of the documents carried over from the previous epoch.
         key: plain values of the options, from which the fingerprint is computed.
         fingerprint: hash of lengths, targets and options; it does not depend on ranks, sync, seed or epoch.
-        most_documents: maximum number of documents of a pack, in any epoch, step and assignment to ranks.
         seconds: time that planning took, in seconds.
     """
 
-    lengths: Integers
-    target_counts: Integers | None
-    weights: NDArray[np.float64] | None
+    items: Items
     options: PlanOptions
-    loss_weighting: LossWeighting
+    division: Division
     seed: int
     epoch: int
+    loss_weighting: LossWeighting
     cost_model: CostModel
-    items: Items | None
-    slots: Integers
     balanced: CostModel
-    window: int
-    order: Integers
-    positions: NDArray[Any]
-    pack_offsets: Integers
-    step_offsets: Integers
-    dropped: Integers
-    carried: Integers
-    carried_in: Integers
     key: dict[str, Any]
     fingerprint: str
-    most_documents: int
     seconds: float
+
+    @property
+    def lengths(self) -> Integers:
+        """(all documents,) int64 tokens of every document, planned or not."""
+        return self.items.lengths
+
+    @property
+    def weights(self) -> NDArray[np.float64] | None:
+        """(all documents,) float64 weights of documents in the loss, or None for 1."""
+        return self.items.weights
+
+    @property
+    def slots(self) -> Integers:
+        """(all items,) int64 slots of each item in a pack: a document's length, padded to `align`."""
+        return self.items.slots
+
+    @property
+    def most_documents(self) -> int:
+        """Maximum number of documents of a pack, in any epoch, step and assignment to ranks."""
+        return self.items.most_documents
+
+    @property
+    def carried_in(self) -> Integers:
+        """Numbers of the documents carried over from the previous epoch."""
+        return self.items.carried_in
+
+    @cached_property
+    def order(self) -> Integers:
+        """(items,) int64 item numbers, pack after pack, step after step."""
+        return self.items.sequence[self.division.entries].astype(np.int64)
+
+    @property
+    def pack_offsets(self) -> Integers:
+        """(packs + 1,) int64 start of each pack in `order`."""
+        return self.division.pack_offsets
+
+    @property
+    def step_offsets(self) -> Integers:
+        """(steps + 1,) int64 index of the first pack of each step."""
+        return self.division.step_offsets
+
+    @property
+    def window(self) -> int:
+        """Number of steps planned together: as given, or more if a fixed number of steps required it."""
+        return self.division.width
+
+    @cached_property
+    def _left(self) -> Integers:
+        """Numbers of the documents in no step, in their order."""
+        sequence = self.items.sequence
+        return self.items.documents(sequence[self.division.left(len(sequence))].astype(np.int64))
+
+    @property
+    def dropped(self) -> Integers:
+        """Numbers of the documents dropped by `tail="drop"`, in their order."""
+        return self._left if self.options.tail == "drop" else self._left[:0]
+
+    @property
+    def carried(self) -> Integers:
+        """Numbers of the documents that `tail="carry"` leaves for the next epoch, in their order."""
+        return self._left if self.options.tail == "carry" else self._left[:0]
 
     @property
     def capacity(self) -> int:
@@ -133,7 +203,7 @@ class Plan:
     @cached_property
     def document_order(self) -> Integers:
         """(documents,) int64 document numbers, pack after pack, step after step."""
-        return self.order if self.items is None else self.items.documents(self.order)
+        return self.items.documents(self.order)
 
     @property
     def num_packs(self) -> int:
@@ -143,12 +213,12 @@ class Plan:
     @property
     def longest(self) -> int:
         """Number of slots of the longest document, planned or not: a constant for kernels."""
-        return int((self.slots if self.items is None else self.items.lengths).max())
+        return int(self.options.slots(self.lengths.max()))
 
     @property
     def min_prefix(self) -> int | None:
         """Shortest beginning that documents share; None = they share none. The collator must use the same."""
-        return None if self.items is None else self.items.min_prefix
+        return self.items.min_prefix
 
     def __repr__(self) -> str:
         return (
@@ -158,26 +228,23 @@ class Plan:
 
     def documents(self, step: int) -> Integers:
         """(documents of the step,) int64 document numbers, which do not depend on the number of ranks."""
-        items = self.packs(step).order
-        return items if self.items is None else self.items.documents(items)
+        return self.items.documents(self.packs(step).order)
 
     def packs(self, step: int) -> Packs:
         """The packs of a step as planned, of items: at most `packs_per_step`, none of them empty."""
-        first, last = self._packs_of(step)
-        bounds = self.pack_offsets[first : last + 1]
-        return Packs(self.order[bounds[0] : bounds[-1]], bounds - bounds[0])
+        number = step + self.num_steps if step < 0 else step
+        if not 0 <= number < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}")
+        packs = self.division.packs(number)
+        return Packs(self.items.sequence[packs.order].astype(np.int64), packs.offsets)
 
     def of_documents(self, packs: Packs) -> Packs:
         """Packs of documents from packs of items."""
-        return packs if self.items is None else self.items.packs_of_documents(packs)
-
-    def attention(self, items: Integers) -> AttentionPairs | None:
-        """That of these items, for `cost_model`; None = each is one document."""
-        return None if self.items is None else self.items.attention.take(items)
+        return self.items.packs_of_documents(packs)
 
     def costs(self, items: Integers) -> Integers:
         """(items,) int64 cost of these items."""
-        return self.cost_model.cost(self.slots[items], self.attention(items))
+        return self.cost_model.cost(self.slots[items], self.items.attention(items))
 
     def tokens(self, step: int) -> int:
         """Number of tokens of a step's documents."""
@@ -199,8 +266,8 @@ class Plan:
 
     def _targets(self, step: int) -> Integers:
         """(documents of the step,) number of targets of each."""
-        documents = self.documents(step)
-        return self.lengths[documents] - 1 if self.target_counts is None else self.target_counts[documents]
+        documents, targets = self.documents(step), self.items.targets
+        return self.lengths[documents] - 1 if targets is None else targets[documents]
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Packs of each rank in a step, ⌈packs_per_step / ranks⌉; `ValueError` if there are more ranks than packs."""
@@ -226,8 +293,8 @@ class Plan:
             ValueError: there are more ranks than packs in a step, or `sync` is unknown.
         """
         packs, turn = self.packs(step), int(self._turns[step])
-        slots, attention = self.slots[packs.order], self.attention(packs.order)
-        costs = self.balanced.cost(slots, attention)
+        slots = self.slots[packs.order]
+        costs = self.balanced.cost_of(slots, self.items.attention(packs.order))
         return deal_packs(packs, slots, costs, self.options, data_parallel_size, sync, turn)
 
     @cached_property
@@ -252,12 +319,6 @@ class Plan:
             "step": check_integer("step", step, 0),
             "carried": self.carried_in.tolist(),
         }
-
-    def _packs_of(self, step: int) -> tuple[int, int]:
-        number = step + self.num_steps if step < 0 else step
-        if not 0 <= number < self.num_steps:
-            raise IndexError(f"step {step} of {self.num_steps}")
-        return int(self.step_offsets[number]), int(self.step_offsets[number + 1])
 
 
 def plan(
@@ -302,62 +363,30 @@ def plan(
     steps = None if steps is None else check_integer("steps", steps)
     check_choice("loss_weighting", loss_weighting, LossWeighting)
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
-    items = None
     if isinstance(lengths, Items):
-        items, targets, weights, carried = lengths, lengths.targets, lengths.weights, lengths.carried_in
-        checked = check_lengths(items.lengths)  # of a pair, both answers: distinct tokens may be fewer
+        items = lengths
+        check_lengths(items.slots, chosen.capacity)  # other options than those that it was made with
     else:
-        checked = check_lengths(lengths, chosen.capacity, chosen.align)
-    counts = None if targets is None else check_targets(targets, checked)
-    opening = check_carried(carried, len(checked))
-    slots, sequence, most_documents = _placed(items, checked, opening, chosen, seed, epoch)
-    balanced = chosen.balanced_cost(cost_model, slots)
+        items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
+    balanced = chosen.balanced_cost(cost_model, items.slots)
 
-    def price(entries: Integers, sizes: Integers) -> Integers:
-        return balanced.cost(sizes, None if items is None else items.attention.take(entries))
+    def price(positions: Integers, slots: Integers) -> Integers:
+        # Where attention is not None, items are numbered in their order: a position is an item.
+        return balanced.cost_of(slots, items.attention(positions))
 
-    rules = StepRules(chosen, price, seed, epoch, even=chosen.tail == "keep")
-    made, window = divide_epoch(offsets_of(slots[sequence]), rules, steps)
-    left = sequence[made.left(len(sequence))].astype(np.int64)
-    left = left if items is None else items.documents(left)
-    nothing, key = np.empty(0, dtype=np.int64), chosen.key(balanced, steps)
-    key |= {} if items is None else items.key
+    rules = StepRules(chosen, price, seed, epoch, fills_evenly=chosen.tail == "keep")
+    division = divide_epoch(offsets_of(items.slots[items.sequence]), rules, steps)
+    key = chosen.key(balanced, steps) | items.key
     return Plan(
-        lengths=checked,
-        target_counts=counts,
-        weights=None if weights is None else check_weights(weights, len(checked)),
-        options=chosen,
-        loss_weighting=loss_weighting,
-        seed=seed,
-        epoch=epoch,
-        cost_model=cost_model,
-        items=items,
-        slots=slots,
-        balanced=balanced,
-        window=window,
-        order=sequence[made.entries].astype(np.int64),
-        positions=made.entries,
-        pack_offsets=made.pack_offsets,
-        step_offsets=made.step_offsets,
-        dropped=left if chosen.tail == "drop" else nothing,
-        carried=left if chosen.tail == "carry" else nothing,
-        carried_in=opening,
-        key=key,
-        fingerprint=fingerprint_of(checked, counts, key),
-        most_documents=most_documents,
-        seconds=time.perf_counter() - started,
+        items,
+        chosen,
+        division,
+        seed,
+        epoch,
+        loss_weighting,
+        cost_model,
+        balanced,
+        key,
+        fingerprint_of(items.lengths, items.targets, key),
+        time.perf_counter() - started,
     )
-
-
-def _placed(
-    items: Items | None, lengths: Integers, opening: Integers, options: PlanOptions, seed: int, epoch: int
-) -> tuple[Integers, NDArray[Any], int]:
-    """Slots of all items, the items of the epoch in order, and the maximum number of documents of a pack."""
-    if items is not None:
-        slots = check_lengths(items.slots, options.capacity)
-        return slots, np.arange(len(slots)), items.most_documents
-    slots, count = options.slots(lengths), len(lengths)
-    most_documents = options.most_documents(slots, options.tail == "carry" or len(opening) > 0)
-    own = np.arange(count) if options.order == "given" else permutation(seed, epoch, count)
-    sequence = np.concatenate([opening, own]).astype(np.uint32 if count < 1 << 32 else np.int64)
-    return slots, sequence, most_documents

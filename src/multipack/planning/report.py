@@ -18,16 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning import histogram
-from multipack.planning.attention_pairs import AttentionPairs
+from multipack.planning.attention_pairs import AttentionOf, each_alone
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
+from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths
 from multipack.planning.options import Sync
 from multipack.planning.plan import Plan
 from multipack.planning.steps import BATCHES, permutation
-
-Integers = NDArray[np.int64]
 
 SAMPLE = 1000
 """Default maximum number of steps that a report assigns to ranks."""
@@ -138,12 +135,7 @@ def report(
     planned, moved = made.slots[order], displacement(made)
     tokens, slots = int(made.lengths[made.document_order].sum()), int(planned.sum())
     last = made.tokens(count - 1) if count > 1 else 0
-    if made.items is None:
-        limit, least = made.options.max_documents or len(planned), slots
-        packs = histogram.simple_bound(histogram.count(planned), made.capacity, limit)
-    else:  # other items may share more; without those that are left, the bound is lower by their slots at most
-        least = made.items.least_slots - (int(made.slots.sum()) - slots)
-        packs = -(-max(least, 1) // made.capacity)
+    least, packs = made.items.least(order, made.options)
     return PlanReport(
         data_parallel_size=world,
         sync=sync,
@@ -178,7 +170,6 @@ def report(
 def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
     """The fields of a report that depend on the assignment to ranks, measured over these steps."""
     slots, costs = made.slots, made.costs(np.arange(len(made.slots)))
-    attention = None if made.items is None else made.items.attention
     rows: list[tuple[Integers, ...]] = []
     micro_batches, least, seconds = made.micro_batches(ranks), 0, 0.0
     for step in steps.tolist():
@@ -188,7 +179,7 @@ def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, A
         )
         inside = dealt.order
         least += least_step_cost(slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
-        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync, attention) or 0.0
+        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync, made.items.attention) or 0.0
     tokens, cost, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
     reached, ceiling = utilization(cost), min(1.0, int(cost.sum()) / (ranks * least))
     imbalance = cost.max(axis=1) * ranks / cost.sum(axis=1).clip(1)
@@ -211,7 +202,7 @@ def predicted_seconds(
     dealt: Packs,
     ranks: int,
     sync: Sync,
-    attention: AttentionPairs | None = None,
+    attention: AttentionOf = each_alone,
 ) -> float | None:
     """Predicted seconds of a step's forward and backward passes, with ranks that wait at each sync point.
 
@@ -221,15 +212,14 @@ def predicted_seconds(
         dealt: the step's packs for all ranks.
         ranks: number of data-parallel ranks.
         sync: where ranks wait for each other.
-        attention: of all items, as in `CostModel.cost`.
+        attention: items → their attention, as in `CostModel.cost`.
     """
     if cost_model.timed is None:
         return None
     each = np.zeros(len(dealt))
     for number, pack in enumerate(dealt):
         if len(pack):
-            inside = None if attention is None else attention.take(pack)
-            each[number] = cost_model.seconds(slots[pack], inside)
+            each[number] = cost_model.seconds(slots[pack], attention(pack))
     return float(rank_loads(each, ranks, sync).max(axis=1).sum())
 
 
@@ -274,9 +264,7 @@ def mean_length_spread(plan: Plan) -> float | None:
     differ: one step, or documents of one length.
     """
     lengths = plan.lengths[plan.document_order]
-    bounds = plan.pack_offsets[plan.step_offsets]
-    if plan.items is not None:
-        bounds = offsets_of(plan.items.members.sizes()[plan.order])[bounds]
+    bounds = _bounds(plan)
     first, sizes = bounds[:-1], np.diff(bounds)
     means = np.add.reduceat(lengths, first) / sizes
     documents, mean = len(lengths), lengths.mean()
@@ -291,13 +279,9 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
     `max_documents` limits packs): up to half a step is no displacement.
     """
-    limit, steps = plan.options.max_documents, _steps(plan)
-    places, sizes = plan.positions, plan.slots[plan.order]
-    if plan.items is not None:
-        entries = plan.items.entries(plan.order)
-        places, sizes = plan.items.places[entries], plan.lengths[plan.items.members.order[entries]]
-        steps = np.repeat(steps, plan.items.members.sizes()[plan.order])
-    by_place = np.argsort(places)
+    limit, steps = plan.options.max_documents, np.repeat(np.arange(plan.num_steps), np.diff(_bounds(plan)))
+    sizes = plan.options.slots(plan.lengths[plan.document_order])
+    by_place = np.argsort(plan.items.places(plan.division.entries))
     share = np.maximum(sizes[by_place], plan.capacity // limit if limit else 1)
     place = np.empty(len(share))
     place[by_place] = (np.cumsum(share) - share / 2) * plan.num_steps / share.sum()
@@ -306,13 +290,15 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
 
 def longest_wait(plan: Plan) -> int:
     """Maximum number of steps between the first step with the same or a later document and a document's own step."""
-    latest = np.maximum.reduceat(plan.positions, plan.pack_offsets[plan.step_offsets[:-1]])
-    return int((_steps(plan) - np.searchsorted(np.maximum.accumulate(latest), plan.positions)).max())
+    positions, starts = plan.division.entries, plan.pack_offsets[plan.step_offsets]
+    latest = np.maximum.accumulate(np.maximum.reduceat(positions, starts[:-1]))
+    steps = np.repeat(np.arange(plan.num_steps), np.diff(starts))
+    return int((steps - np.searchsorted(latest, positions)).max())
 
 
-def _steps(plan: Plan) -> Integers:
-    """(items,) step of each item, in plan order."""
-    return np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
+def _bounds(plan: Plan) -> Integers:
+    """(steps + 1,) start of each step in `document_order`."""
+    return plan.of_documents(Packs(plan.order, plan.pack_offsets)).offsets[plan.step_offsets]
 
 
 def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> float:
@@ -331,5 +317,5 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
 
 def seeded_order(plan: Plan, step: int) -> Integers:
     """(items of the step,) item numbers in the order of the plan's epoch."""
-    items, first = plan.packs(step).order, plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
-    return items[np.argsort(plan.positions[first : first + len(items)])]
+    positions = np.sort(plan.division.packs(step % plan.num_steps).order)
+    return plan.items.sequence[positions].astype(np.int64)

@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, fit, placing
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.lengths import offsets_of
+from multipack.planning.lengths import Integers, Packs, offsets_of
 from multipack.planning.options import PlanOptions
-
-Integers = NDArray[np.int64]
 
 DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
 """Streams of random bits: for the order of documents, for the order within a window, and for random batches."""
 
 AHEAD = 96
-"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `_window`."""
+"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `_Window`."""
 
 _TIGHT = 64  # windows to be filled beyond 63/64 also consider the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their slots free on average, so that ranks can be balanced
@@ -78,12 +76,11 @@ class StepRules:
     """Settings shared by all windows of an epoch or a stream."""
 
     options: PlanOptions
-    price: Callable[
-        [Integers, Integers], Integers
-    ]  # entries and their slots → costs that packs are balanced in
+    # positions and their slots → costs that packs are balanced in
+    price: Callable[[Integers, Integers], Integers]
     seed: int
     epoch: int
-    even: bool  # whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible
+    fills_evenly: bool  # whether steps share the slots evenly; otherwise each is filled as much as possible
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +92,7 @@ class Division:
     step_sizes: NDArray[Any]  # (steps,) number of packs of each step
     next: int  # first position that was not considered
     deferred: Integers  # positions before `next` in no step, ascending
+    width: int  # maximum number of steps planned together
 
     @cached_property
     def pack_offsets(self) -> Integers:
@@ -105,6 +103,11 @@ class Division:
     def step_offsets(self) -> Integers:
         """(steps + 1,) index of the first pack of each step."""
         return offsets_of(self.step_sizes)
+
+    def packs(self, step: int) -> Packs:
+        """The packs of a step, of positions in the sequence."""
+        bounds = self.pack_offsets[self.step_offsets[step] : self.step_offsets[step + 1] + 1]
+        return Packs(self.entries[bounds[0] : bounds[-1]], bounds - bounds[0])
 
     def left(self, entries: int) -> Integers:
         """Positions in no step, ascending, of a sequence of this many entries."""
@@ -131,7 +134,7 @@ def divide(
         ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
         rules: options and costs.
         steps: number of steps to spread the entries over, at most the number of entries.
-        extend: called after the last step for the number of further ones. With `rules.even`
+        extend: called after the last step for the number of further ones. With `rules.fills_evenly`
             the last window is made again together with them, so that no nearly empty step follows.
         width: maximum number of steps of a window.
         deferred: number of entries at the front of the sequence that were deferred before.
@@ -139,7 +142,7 @@ def divide(
     """
     entries, made = len(ends) - 1, 0
     nothing = np.empty(0, dtype=np.int64)
-    windows = [Division(nothing, nothing, nothing, deferred, np.arange(deferred, dtype=np.int64))]
+    windows = [Division(nothing, nothing, nothing, deferred, np.arange(deferred, dtype=np.int64), 0)]
     while True:
         last = windows[-1]
         slots = int(ends[-1] - ends[last.next]) + int((ends[last.deferred + 1] - ends[last.deferred]).sum())
@@ -149,20 +152,19 @@ def divide(
             if more <= 0:
                 break
             steps += more
-            if rules.even and len(windows) > 1:
+            if rules.fills_evenly and len(windows) > 1:
                 made -= len(windows.pop().step_sizes)
             continue
         each = -(-rest // -(-rest // width))  # windows of even width
         step_slots = rules.options.packs_per_step * (
-            rules.options.capacity if rules.even else rules.options.mean
+            rules.options.capacity if rules.fills_evenly else rules.options.mean
         )
         aim = min(-(-slots * each // rest), each * step_slots)
         # The steps after this window keep a document for each pack, or one each if there are fewer.
         enough = count >= rest * rules.options.packs_per_step
         most = count - (rest - each) * (rules.options.packs_per_step if enough else 1)
-        windows.append(
-            _window(ends, last.next, last.deferred, rules, each, aim, most, number + len(windows) - 1)
-        )
+        index = number + len(windows) - 1
+        windows.append(_Window(ends, rules, last.next, last.deferred, each, aim, most, index).divide())
         made += len(windows[-1].step_sizes)
     return Division(
         np.concatenate([window.entries for window in windows]),
@@ -170,86 +172,121 @@ def divide(
         np.concatenate([window.step_sizes for window in windows]),
         last.next,
         last.deferred,
+        width,
     )
 
 
-def _window(
-    ends: Integers,
-    start: int,
-    deferred: Integers,
-    rules: StepRules,
-    width: int,
-    aim: int,
-    most: int,
-    number: int,
-) -> Division:
-    """Make `width` steps, fewer if there are fewer entries, of a sequence whose slots sum up to `ends`.
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """Steps that are planned together: `width` of them, fewer if there are fewer entries."""
 
-    Args:
-        ends: (entries + 1,) cumulative sum, from 0.
-        start: first position that no window has considered.
-        deferred: positions before `start` without a pack, ascending.
-        rules: options and costs.
-        width: number of steps.
-        aim: number of slots to place.
-        most: maximum number of entries to place.
-        number: index of the window, which with seed and epoch determines its random numbers.
-    """
-    options = rules.options
-    limit, packs = options.max_documents or len(ends), width * options.packs_per_step
-    most = min(most, packs * limit)
-    taken, later = deferred[:most], deferred[most:]
-    full = not rules.even and options.mean == options.capacity
-    aim -= packs * (options.capacity // _SPARE) if full else 0
-    tight = full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
-    waiting = ends[taken + 1] - ends[taken]
-    stop = _intake(ends, start, waiting, options, width, aim, most, tight)
-    reach = stop
-    if tight and len(later) == 0:
-        ahead = aim * (3 if width == 1 else 2) // 4  # a window of one step may defer a document twice
-        near = int(np.searchsorted(ends, ends[stop] + ahead, side="right")) - 1
-        reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
-    positions = np.concatenate([taken, np.arange(start, reach, dtype=np.int64)])
-    slots = ends[positions + 1] - ends[positions]
-    order = longest_first(slots)
-    positions, slots = positions[order], slots[order]
-    costs = rules.price(positions, slots)
-    room = min(options.capacity, int(slots.sum()))
-    spare = packs * room - aim
-    wanted, last = positions < stop, stop == len(ends) - 1
-    placed = _pack(slots, costs, positions < start, wanted, packs, room, limit, spare, last)
-    furthest = max(stop, int(positions[placed >= 0].max()) + 1)
-    left = positions[(placed < 0) & (positions < furthest)]
-    entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
-    entries = entries.astype(np.min_scalar_type(len(ends)))  # these arrays are as long as an epoch
-    return Division(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
+    ends: Integers  # (entries + 1,) cumulative sum of the slots of the sequence, from 0
+    rules: StepRules
+    start: int  # first position that no window has considered
+    deferred: Integers  # positions before `start` without a pack, ascending
+    width: int  # number of steps
+    aim: int  # number of slots to place
+    most: int  # maximum number of entries to place
+    number: int  # index of the window, which with seed and epoch determines its random numbers
 
+    @property
+    def packs(self) -> int:
+        """Number of packs of all steps."""
+        return self.width * self.rules.options.packs_per_step
 
-def _intake(
-    ends: Integers,
-    start: int,
-    waiting: Integers,
-    options: PlanOptions,
-    width: int,
-    aim: int,
-    most: int,
-    tight: bool,
-) -> int:
-    """The position before which a window takes every entry, besides deferred ones of `waiting` slots.
+    def divide(self) -> Division:
+        """The steps, and what is left after them."""
+        ends, start, options = self.ends, self.start, self.rules.options
+        limit = options.max_documents or len(ends)
+        most = min(self.most, self.packs * limit)
+        taken, later = self.deferred[:most], self.deferred[most:]
+        full = not self.rules.fills_evenly and options.mean == options.capacity
+        aim = self.aim - (self.packs * (options.capacity // _SPARE) if full else 0)
+        tight = full or aim * _TIGHT > self.packs * options.capacity * (_TIGHT - 1)
+        stop = self._stop(ends[taken + 1] - ends[taken], aim, most, tight)
+        reach = stop
+        if tight and len(later) == 0:
+            ahead = (
+                aim * (3 if self.width == 1 else 2) // 4
+            )  # a window of one step may defer a document twice
+            near = int(np.searchsorted(ends, ends[stop] + ahead, side="right")) - 1
+            reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
+        positions = np.concatenate([taken, np.arange(start, reach, dtype=np.int64)])
+        slots = ends[positions + 1] - ends[positions]
+        order = longest_first(slots)
+        positions, slots = positions[order], slots[order]
+        costs = self.rules.price(positions, slots)
+        room = min(options.capacity, int(slots.sum()))
+        wanted, last = positions < stop, stop == len(ends) - 1
+        spare = self.packs * room - aim
+        placed = _pack(slots, costs, positions < start, wanted, self.packs, room, limit, spare, last)
+        furthest = max(stop, int(positions[placed >= 0].max()) + 1)
+        left = positions[(placed < 0) & (positions < furthest)]
+        entries, pack_sizes, step_sizes = self._arrange(positions, costs, placed)
+        entries = entries.astype(np.min_scalar_type(len(ends)))  # these arrays are as long as an epoch
+        left = np.sort(np.concatenate([left, later]))
+        return Division(entries, pack_sizes, step_sizes, furthest, left, self.width)
 
-    It is limited by slots, by the number of entries, and by the number of entries larger than half a pack.
-    """
-    entries, packs = len(ends) - 1, width * options.packs_per_step
-    target = int(ends[start]) + aim - int(waiting.sum())
-    stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
-    if not tight and stop < entries and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop]):
-        stop += 1  # rounded to the nearest: otherwise every window takes less and the last ones take the rest
-    stop = max(stop, start + min(packs, most) - len(waiting))  # so that no pack stays empty
-    stop = min(stop, start + most - len(waiting), entries)
-    large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > options.capacity
-    allowed = max(packs - int(np.count_nonzero(2 * waiting > options.capacity)), 0)
-    beyond = np.flatnonzero(large)[allowed:]
-    return start + int(beyond[0]) if len(beyond) else stop
+    def _stop(self, waiting: Integers, aim: int, most: int, tight: bool) -> int:
+        """The position before which the window takes every entry, besides deferred ones of `waiting` slots.
+
+        It is limited by slots, by the number of entries, and by the number of entries larger than half a pack.
+        """
+        ends, start, packs, capacity = self.ends, self.start, self.packs, self.rules.options.capacity
+        entries, target = len(ends) - 1, int(ends[start]) + aim - int(waiting.sum())
+        stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
+        if (
+            not tight
+            and stop < entries
+            and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop])
+        ):
+            stop += (
+                1  # rounded to the nearest: otherwise every window takes less and the last ones take the rest
+            )
+        stop = max(stop, start + min(packs, most) - len(waiting))  # so that no pack stays empty
+        stop = min(stop, start + most - len(waiting), entries)
+        large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > capacity
+        allowed = max(packs - int(np.count_nonzero(2 * waiting > capacity)), 0)
+        beyond = np.flatnonzero(large)[allowed:]
+        return start + int(beyond[0]) if len(beyond) else stop
+
+    def _arrange(
+        self, positions: Integers, costs: Integers, placed: Integers
+    ) -> tuple[Integers, Integers, Integers]:
+        """Assign the packs to steps, and order the steps.
+
+        With `group`, packs that cost more or less than the mean share steps, in descending order of cost; all other
+        packs (without it, all packs) are in seeded order, or in the order of their documents.
+
+        Returns:
+            Positions, pack after pack; number of entries of each pack; number of packs of each step.
+        """
+        rules, packs, shuffled = self.rules, self.packs, self.rules.options.order == "shuffled"
+        inside = np.flatnonzero(placed >= 0)
+        pack_of = placed[inside]
+        sizes = np.bincount(pack_of, minlength=packs)
+        used = np.flatnonzero(sizes)
+        bits = random_bits(rules.seed, rules.epoch, len(used) + self.width, WINDOWS, self.number)
+        tie = bits[: -self.width] if shuffled else placing.sums(placed, positions, packs)[used] // sizes[used]
+        order = np.argsort(tie, kind="stable")
+        if rules.options.group:
+            cost = placing.sums(placed, costs, packs)[used]
+            mean = int(cost.sum()) // len(used)
+            cost = np.where(np.abs(cost - mean) * _GROUPED <= mean, mean, cost)
+            order = np.lexsort((tie, -cost))
+        width = min(self.width, len(used))
+        # Every step has all its packs; if documents are too few for that, the last ones lack some.
+        bounds = np.arange(width + 1)
+        bounds = np.minimum(bounds * rules.options.packs_per_step, len(used) - width + bounds)
+        turns = np.arange(width)
+        if len(used) == packs:
+            places = bits[-width:] if shuffled else np.add.reduceat(tie[order], bounds[:-1])
+            turns = np.argsort(places, kind="stable")
+        final = used[np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])]
+        turn_of = np.empty(packs, dtype=np.min_scalar_type(packs))  # numpy sorts 16 bits by counting
+        turn_of[final] = np.arange(len(final))
+        entries = positions[inside[np.argsort(turn_of[pack_of], kind="stable")]]
+        return entries, sizes[final], np.diff(bounds)[turns]
 
 
 def _pack(
@@ -290,103 +327,80 @@ def _pack(
     return best
 
 
-def _arrange(
-    positions: Integers, costs: Integers, placed: Integers, rules: StepRules, width: int, number: int
-) -> tuple[Integers, Integers, Integers]:
-    """Assign the packs of a window to steps, and order the steps.
-
-    With `group`, packs that cost more or less than the mean share steps, in descending order of cost; all other packs
-    (without it, all packs) are in seeded order, or in the order of their documents.
-
-    Returns:
-        Positions, pack after pack; number of entries of each pack; number of packs of each step.
-    """
-    packs, shuffled = width * rules.options.packs_per_step, rules.options.order == "shuffled"
-    inside = np.flatnonzero(placed >= 0)
-    pack_of = placed[inside]
-    sizes = np.bincount(pack_of, minlength=packs)
-    used = np.flatnonzero(sizes)
-    bits = random_bits(rules.seed, rules.epoch, len(used) + width, WINDOWS, number)
-    tie = bits[:-width] if shuffled else placing.sums(placed, positions, packs)[used] // sizes[used]
-    order = np.argsort(tie, kind="stable")
-    if rules.options.group:
-        cost = placing.sums(placed, costs, packs)[used]
-        mean = int(cost.sum()) // len(used)
-        cost = np.where(np.abs(cost - mean) * _GROUPED <= mean, mean, cost)
-        order = np.lexsort((tie, -cost))
-    width = min(width, len(used))
-    # Every step has all its packs; if documents are too few for that, the last ones lack some.
-    bounds = np.arange(width + 1)
-    bounds = np.minimum(bounds * rules.options.packs_per_step, len(used) - width + bounds)
-    turns = np.arange(width)
-    if len(used) == packs:
-        places = bits[-width:] if shuffled else np.add.reduceat(tie[order], bounds[:-1])
-        turns = np.argsort(places, kind="stable")
-    final = used[np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])]
-    turn_of = np.empty(packs, dtype=np.min_scalar_type(packs))  # numpy sorts 16 bits by counting
-    turn_of[final] = np.arange(len(final))
-    entries = positions[inside[np.argsort(turn_of[pack_of], kind="stable")]]
-    return entries, sizes[final], np.diff(bounds)[turns]
-
-
-def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[Division, int]:
-    """Divide a sequence by the option `tail`, or into exactly `steps` steps; and the number of steps planned together.
+def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> Division:
+    """Divide a sequence by the option `tail`, or into exactly `steps` steps.
 
     keep     few steps that hold all documents, evenly filled
     drop     full steps only; documents are left over
     carry    full steps only; documents left over begin the next epoch
 
-    With `keep`, documents are first spread over the steps that their tokens fill. If that takes more steps, because
-    they cannot fill packs, they are spread over a number halfway, and so on. With `keep` and `steps`, windows become
-    wider until all documents fit.
-
     Raises:
         ValueError: there are more steps than documents, the documents fill no step, or the steps cannot hold all
             documents.
     """
-    options, entries, slots = rules.options, len(ends) - 1, int(ends[-1])
-    width = options.window
+    entries = len(ends) - 1
     if steps is not None and steps > entries:
         raise ValueError(
             f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
         )
-    if options.tail != "keep":
-        extend = options.full_steps if steps is None else None
-        steps = steps or min(options.full_steps(slots, entries), entries)
-        if steps == 0:
-            raise ValueError(
-                f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {slots:,} tokens"
-                f" do not fill one of {options.packs_per_step} × {options.mean:,}; use tail='keep', or"
-                " lower packs_per_step or capacity"
-            )
-        return divide(ends, rules, steps, extend, width=width), width
-    if steps is None:
-        needed = min(options.needed_steps(slots, entries), entries)
-        tried, even = list[Division](), needed
-        for _ in range(_TRIES):
-            tried.append(divide(ends, rules, even, options.needed_steps, width=width))
-            taken = len(tried[-1].step_sizes)
-            if taken <= even + even // 256:
-                break
-            even = (even + taken + 1) // 2
-        return min(reversed(tried), key=lambda made: len(made.step_sizes)), width
-    width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
+    if rules.options.tail != "keep":
+        return _full_steps(ends, rules, steps)
+    return _few_steps(ends, rules) if steps is None else _given_steps(ends, rules, steps)
+
+
+def _full_steps(ends: Integers, rules: StepRules, steps: int | None) -> Division:
+    """Full steps only, at most `steps` of them."""
+    options, entries, slots = rules.options, len(ends) - 1, int(ends[-1])
+    extend = options.full_steps if steps is None else None
+    steps = steps or min(options.full_steps(slots, entries), entries)
+    if steps == 0:
+        raise ValueError(
+            f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {slots:,} tokens"
+            f" do not fill one of {options.packs_per_step} × {options.mean:,}; use tail='keep', or"
+            " lower packs_per_step or capacity"
+        )
+    return divide(ends, rules, steps, extend, width=options.window)
+
+
+def _few_steps(ends: Integers, rules: StepRules) -> Division:
+    """Few steps that hold all documents.
+
+    Documents are first spread over the steps that their tokens fill. If that takes more steps, because they cannot fill
+    packs, they are spread over a number halfway, and so on.
+    """
+    needed_steps, entries = rules.options.needed_steps, len(ends) - 1
+    spread_over = min(needed_steps(int(ends[-1]), entries), entries)
+    tried = list[Division]()
+    for _ in range(_TRIES):
+        tried.append(divide(ends, rules, spread_over, needed_steps, width=rules.options.window))
+        taken = len(tried[-1].step_sizes)
+        if taken <= spread_over + spread_over // 256:
+            break
+        spread_over = (spread_over + taken + 1) // 2
+    return min(reversed(tried), key=lambda division: len(division.step_sizes))
+
+
+def _given_steps(ends: Integers, rules: StepRules, steps: int) -> Division:
+    """Exactly `steps` steps that hold all documents: windows become wider until all of them fit."""
+    options, entries = rules.options, len(ends) - 1
+    width, needed = min(options.window, steps), min(options.needed_steps(int(ends[-1]), entries), steps)
     while width < steps:
         # Search the number of steps to spread over evenly; documents that do not fit add further steps.
-        low, high, even = needed, steps, steps
+        low, high, spread_over = needed, steps, steps
         while low <= high:
-            made = divide(ends, rules, even, options.needed_steps, width=width)
-            if len(made.step_sizes) == steps:
-                return made, width
-            low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
-            even = (low + high) // 2
+            division = divide(ends, rules, spread_over, options.needed_steps, width=width)
+            made = len(division.step_sizes)
+            if made == steps:
+                return division
+            low, high = (spread_over + 1, high) if made < steps else (low, spread_over - 1)
+            spread_over = (low + high) // 2
         width = min(2 * width, steps)
-    made = divide(ends, rules, steps, None, width=steps)
-    if len(made.left(entries)):
+    division = divide(ends, rules, steps, None, width=steps)
+    if len(division.left(entries)):
         falling = -np.sort(-np.diff(ends))
         packs = fit.first_fit(falling, options.capacity, options.max_documents or entries)[1]
         raise ValueError(
             f"steps={steps:,} are too few for every document: first fit needs {packs:,} packs, which is"
             f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
         )
-    return made, steps
+    return division

@@ -18,11 +18,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
-from multipack.planning.lengths import Packs, check_integer, offsets_of, short
+from multipack.planning.lengths import Integers, Packs, check_integer, offsets_of, short
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
@@ -30,13 +29,10 @@ from multipack.planning.options import (
     Sync,
     check_choice,
     opened,
-    sealed,
 )
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
 from multipack.shapes import ModelShape
-
-Integers = NDArray[np.int64]
 
 _END = object()
 
@@ -102,14 +98,12 @@ class StreamStep:
     def __init__(self, stream: PackStream) -> None:
         """Make the next step of a stream's current window."""
         self._stream, self._queue, self._index = stream, stream._queue, stream._taken
-        steps, queue, self._balanced = stream._steps, stream._queue, stream._balanced
-        first, last = steps.step_offsets[self._index : self._index + 2]
-        offsets = steps.pack_offsets[first : last + 1]
-        entries = steps.entries[offsets[0] : offsets[-1]]
+        self._balanced, queue, packs = stream._balanced, stream._queue, stream._steps.packs(self._index)
+        entries = packs.order
         self.number = queue.step + self._index
         self.items = [queue.rows[entry][4] for entry in entries.tolist()]
         self.positions, self.lengths, targets, _ = queue.table[entries].T
-        self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
+        self.packs = Packs(np.arange(len(entries), dtype=np.int64), packs.offsets)
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
         self.denominator: float = denominator_of(targets, stream.loss_weighting)
 
@@ -118,9 +112,9 @@ class StreamStep:
 
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        options, slots = self._stream.options, self._stream.options.slots(self.lengths)
-        slots = slots[self.packs.order]
-        costs = self._balanced.cost(slots)
+        options = self._stream.options
+        slots = options.slots(self.lengths)
+        costs = self._balanced.cost_of(slots, None)
         return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +127,7 @@ class PackStream:
 
     Iterating yields `StreamStep`s. An iteration continues after the last step that was yielded or, after
     `load_state_dict`, at the loaded position; after the last step the next iteration begins the epoch again. All steps
-    except the last few are as full as those of a plan with `tail="carry"`. Every rank reads the same documents and
+    except the last few are as full as steps of a plan with `tail="carry"`. Every rank reads the same documents and
     takes its share of `step.deal(ranks, sync)`: steps and state do not depend on the number of ranks.
 
     Args:
@@ -234,9 +228,7 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        return sealed(
-            {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
-        )
+        return {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -303,7 +295,11 @@ class PackStream:
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
             steps = min(extend(int(ends[-1]), len(slots)), len(slots))
-        rules = StepRules(options, lambda _, slots: balanced.cost(slots), self.seed, queue.epoch, even=keep)
+
+        def price(_: Integers, slots: Integers) -> Integers:
+            return balanced.cost_of(slots, None)
+
+        rules = StepRules(options, price, self.seed, queue.epoch, fills_evenly=keep)
         made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
         counts = np.diff(made.pack_offsets[made.step_offsets])
         step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]

@@ -56,7 +56,7 @@ def draw_step(
     Raises:
         ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
     """
-    if plan.items is not None:
+    if plan.min_prefix is not None:
         return draw_trees(
             plan,
             step,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.deal import least_step_cost, rank_loads
+from multipack.planning.items import SharedItems
 from multipack.planning.plan import Plan
 from multipack.planning.report import PlanReport, even
 from multipack.reports.tree_picture import nodes_of, rows_of
@@ -114,17 +115,14 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
 
 def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers, Integers]:
     """Of the documents at these places of `made.order`: length, tokens added, slots, place in the epoch's order."""
-    if (items := made.items) is None:
-        lengths = made.lengths[made.order[places]]
-        return lengths, lengths, made.slots[made.order[places]], made.positions[places]
-    entries = items.entries(made.order[places])
-    added = items.added(entries)
-    return items.lengths[items.members.order[entries]], added, added, items.places[entries]
+    items, inside = made.items, made.order[places]
+    lengths, added = items.lengths[items.documents(inside)], items.added(inside)
+    return lengths, added, made.options.slots(added), items.places(made.division.entries[places])
 
 
 def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
     """The nodes of the first packs of a step, if documents share their beginnings."""
-    if made.items is None:
+    if not isinstance(made.items, SharedItems):
         return []
     trees = []
     for pack in islice(made.packs(step), MOST_TREES):

@@ -13,14 +13,11 @@ from multipack.reports.console import Console, wrapped
 if TYPE_CHECKING:
     from multipack.data.corpus import Corpus
     from multipack.data.corpus_report import CorpusReport
-    from multipack.planning.advice import Choice
     from multipack.planning.options import PlanOptions
     from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.report import PlanReport
     from multipack.reports.audit import Audit
 
-WORTHWHILE = 0.005
-"""Least gain of filled slots or balance for which settings are worth changing."""
 Rows = list[tuple[str, str]]
 """(name, value) of each row."""
 
@@ -209,54 +206,6 @@ def context_table(methods: Sequence[ContextMeasure]) -> tuple[list[str], list[li
         for each in methods
     ]
     return columns, cells
-
-
-def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
-    """Return names of columns, and rows of cells, of `multipack plan --explore`; an arrow marks the given settings."""
-    columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
-    cells = [
-        [
-            f"{'→ ' if row.chosen else ''}{row.window}",
-            str(row.budget),
-            "yes" if row.group else "no",
-            f"{row.report.steps:,}",
-            f"{row.report.efficiency:.2%}",
-            f"{row.report.cost_utilization:.2%}",
-            f"{row.report.cost_utilization_ceiling:.2%}",
-            f"{row.report.displacement_p99:.1f}",
-            "–" if row.report.mean_length_spread is None else f"{row.report.mean_length_spread:.2f}",
-        ]
-        for row in rows
-    ]
-    return columns, cells
-
-
-def explore_verdict(rows: Sequence[Choice]) -> str:
-    """Return whether other settings than the given ones gain anything, in one line."""
-    (given,) = [row.report for row in rows if row.chosen]
-    fill = max(row.report.efficiency for row in rows) - given.efficiency
-    balance = max(row.report.cost_utilization for row in rows) - given.cost_utilization
-    if max(fill, balance) < WORTHWHILE:
-        return (
-            f"nothing to gain: no row fills {100 * WORTHWHILE:.1f} points more slots than the given settings, or"
-            " balances costs as much better; keep them"
-        )
-    return f"to gain: up to {100 * fill:.1f} points of filled slots, {100 * balance:.1f} points of balance"
-
-
-def explore_notes(rows: Sequence[Choice]) -> list[str]:
-    """Return explanations of the table of `explore_table`."""
-    reports = [row.report for row in rows]
-    sampled = [each.measured_steps for each in reports if each.measured_steps < each.steps]
-    measured = f" Measured over at most {max(sampled):,} evenly spaced steps of each plan." if sampled else ""
-    return [
-        "Fill: fewer steps and more filled slots are better;"
-        f" the lower bound is {min(each.minimum_steps for each in reports):,} steps.",
-        f"Balance: cost util. is the mean cost of a rank / maximum; ceiling is its upper bound.{measured}",
-        "Randomness: 99 % of the documents are at most `moved` steps from their place in the order; spread compares the"
-        " mean lengths of steps with those of random steps (1): above 1, similar lengths share steps.",
-        "The arrow marks the given settings.",
-    ]
 
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:

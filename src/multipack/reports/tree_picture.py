@@ -11,13 +11,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from multipack.data.skipped import counted
+from multipack.planning.items import SharedItems
 from multipack.planning.lengths import check_integer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from multipack.planning.items import Items
     from multipack.planning.plan import Plan
 
 SHARED = "·"
@@ -40,7 +40,7 @@ class Node(NamedTuple):
     length: int
 
 
-def rows_of(items: Items, pack: NDArray[np.int64]) -> list[Row]:
+def rows_of(items: SharedItems, pack: NDArray[np.int64]) -> list[Row]:
     """The documents of a pack of items. The second one of a pair comes after those that share more with the first."""
     rows, waiting = list[Row](), list[Row]()
     for entry in items.entries(pack).tolist():
@@ -85,7 +85,7 @@ def draw_trees(
     """Draw the packs of a step of a plan of items; arguments as of `draw_step`.
 
     Args:
-        plan: a plan made of `Items`.
+        plan: a plan made of `SharedItems`.
         step: index of the step.
         letters: those of the documents of a pack, used cyclically.
         tokens_per_character: None = the smallest power of two at which the longest document fits into one row.
@@ -94,7 +94,7 @@ def draw_trees(
         max_packs: maximum number of packs drawn.
     """
     items, packs = plan.items, plan.packs(step)
-    assert items is not None
+    assert isinstance(items, SharedItems)
     drawn = [rows_of(items, pack) for pack in islice(packs, max_packs)]
     tokens, longest = plan.tokens(step), max(row.length for rows in drawn for row in rows)
     scale = tokens_per_character or 1 << (-(-longest // columns) - 1).bit_length()

@@ -22,7 +22,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader, prefetched
 from multipack.parallel.mesh import Mesh
-from multipack.planning.attention_pairs import AttentionPairs
+from multipack.planning.attention_pairs import AttentionOf, AttentionPairs, each_alone
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
 from multipack.planning.lengths import nothing_learned
@@ -128,15 +128,16 @@ class EpochFeed:
         sampler, plan = self.sampler, self.sampler.plan
         micro_batches = [next(batches) for _ in range(sampler.micro_batches)]
         documents, dealt = plan.documents(index), sampler.deal_of(index)
-        slots, attention = plan.slots[dealt.order], plan.attention(dealt.order)
-        every = None if plan.items is None else plan.items.attention
+        slots, attention = plan.slots[dealt.order], plan.items.attention(dealt.order)
         return StepData(
             micro_batches=micro_batches,
             target_tokens=plan.targets(index),
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            **_predictions(plan.cost_model, plan.slots, every, dealt, sampler.world_size, sampler.sync),
+            **_predictions(
+                plan.cost_model, plan.slots, dealt, sampler.world_size, sampler.sync, plan.items.attention
+            ),
             computed=(plan.lengths[documents] if attention is None else slots, attention),
             packs=sampler.documents_of(index),
             wait_seconds=self._clock() - began,
@@ -244,7 +245,7 @@ class StreamFeed:
             denominator=step.denominator,
             documents=step.positions,
             lengths=step.lengths,
-            **_predictions(self._cost_model, slots, None, dealt, ranks, self._sync),
+            **_predictions(self._cost_model, slots, dealt, ranks, self._sync),
             computed=(step.lengths, None),
             packs=Packs(step.positions[dealt.order], dealt.offsets),
             wait_seconds=self._clock() - began,
@@ -277,14 +278,13 @@ class StreamFeed:
 def _predictions(
     cost_model: CostModel,
     slots: NDArray[np.int64],
-    attention: AttentionPairs | None,
     dealt: Packs,
     ranks: int,
     sync: Sync,
+    attention: AttentionOf = each_alone,
 ) -> dict[str, Any]:
     """`cost_spread` and `predicted_seconds` of a step; arguments as of `predicted_seconds`."""
-    of_step = None if attention is None else attention.take(dealt.order)
-    costs = cost_model.cost(slots[dealt.order], of_step)  # of this step's items only
+    costs = cost_model.cost(slots[dealt.order], attention(dealt.order))  # of this step's items only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = rank_loads(packs.totals(costs), ranks, sync)
     return {

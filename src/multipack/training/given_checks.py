@@ -20,8 +20,8 @@ FIXED = ("plan.", "model.", "train.seed", "data.template_date", *FIXED_AT_START)
 Documents and tokenizer, which may move, are compared by their hashes when they are read."""
 
 FREE = {
-    # Which kernels compute, where a model's code is read, and how the documents of a step are dealt to ranks.
-    *("model.attention", "model.kernels", "model.architecture", "plan.effort"),
+    # Which kernels compute, and where a model's code is read.
+    *("model.attention", "model.kernels", "model.architecture"),
     "model.dropout",
     "model.scores",  # the objective sets it
 }

@@ -135,10 +135,6 @@ class Config:
             check_sharing(self)
         if self.data.stream and not train.steps:
             raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
-        if self.data.stream and self.plan.effort != 1:
-            raise ValueError(
-                f"plan.effort={self.plan.effort} needs all documents at once: leave out data.stream"
-            )
         parallel.check_context(self.model.attention, train.fixed_shape)
         check_optimizer(self)
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):

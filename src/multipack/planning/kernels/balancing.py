@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
 _COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window
@@ -175,7 +174,7 @@ def _subset_sums(state: State, documents: Integers, y: int) -> Integers:
 def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_gap: int) -> int:
     """Find the documents of packs x and y that, moved to the other pack, lower the load of x by half of a gap.
 
-    The best move is that of the smallest remaining gap: the larger of |gap − 2 · first load| and |other_gap − 2 ·
+    The best move leaves the smallest gap: the larger of |gap − 2 · first load| and |other_gap − 2 ·
     second load|. The number of pairs of sums that are compared is limited.
 
     Returns:
@@ -241,7 +240,7 @@ def balance(
     The rank whose load exceeds the mean most is rearranged with the rank where that load is least; after a failure with
     the next one. No pack becomes empty.
 
-    `placed`, `lengths` and `loads` are those of `State`. Each of at least 2 `ranks` has `slots` packs. `half` is the
+    `placed`, `lengths` and `loads` are fields of `State`. Each of at least 2 `ranks` has `slots` packs. `half` is the
     number of documents in each half of the search, which takes time and memory of 2^half. The search ends after this
     many attempts, or successive failures, or when the largest load exceeds the mean by at most `excess`.
     """
@@ -315,7 +314,7 @@ def gather(
         pack 2   8 8 6 ··         8 6 6 ····        6 6 6 ······
 
     Documents get a place longest first, and only while more than `spare` tokens of all packs stay free. `placed` and
-    `lengths` are those of `State`.
+    `lengths` are fields of `State`.
     """
     loads, nothing = np.zeros((2, len(placed)), dtype=np.int64), np.zeros(packs, dtype=np.bool_)
     for document in range(len(placed)):

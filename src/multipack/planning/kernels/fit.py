@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
+from multipack.planning.lengths import Integers
 
-Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 
@@ -114,7 +114,7 @@ def best_fit(
 
     A document of v tokens in the smallest room r ≥ v leaves r − v. If that is still at least v, it is the smallest room
     for the next document of v tokens, since no room was between v and r. So the documents of one length fill ⌊r / v⌋
-    places of a pack at once, and those of a group of equal packs one after another. Equal rooms wait in a queue.
+    places of a pack at once, and groups of equal packs one after another. Equal rooms wait in a queue.
     `values` are (distinct,) lengths, falling, with `counts` documents of each; `last` and `bits` are zeros for
     capacity + 1 rooms.
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 
 @compiled

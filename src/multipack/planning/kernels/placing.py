@@ -6,11 +6,9 @@ Documents are numbered in descending order of length; `placed` holds the pack of
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 
 @compiled

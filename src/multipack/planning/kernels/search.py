@@ -7,11 +7,9 @@ documents are skipped through `following`: following[i] = i if length i has docu
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-
-Integers = NDArray[np.int64]
+from multipack.planning.lengths import Integers
 
 
 @compiled
@@ -128,7 +126,7 @@ def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: 
     A length may occur in a pack any number of times. If `max_documents` can bind, there is a table of rooms for each
     number of documents; otherwise one table suffices.
 
-    `weights` are those of a document of each length of `values`, falling, and at least 0.
+    `values` are lengths, falling; `weights`, at least 0, are the weights of a document of each length.
 
     Returns:
         The greatest weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
