@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from multipack.launch.held import matrices_of
-from multipack.launch.memory_model import Dtype, OptimizerName
+from multipack.launch.memory_model import Dtype
+from multipack.parallel.optimizers import OptimizerName
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
