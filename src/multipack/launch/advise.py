@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -42,7 +42,7 @@ from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.planning.placement_report import ContextMeasure
 from multipack.shapes import SHAPES, ModelShape
-from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.adapter import ADAPTER_PRESETS, AdapterConfig
 from multipack.words import changed_words
 
 GIB = 2**30
@@ -70,17 +70,21 @@ def _adapter_words(adapter: AdapterConfig) -> list[str]:
     """Words of adapters, which need initial weights; none without adapters."""
     if adapter.name == "none":
         return []
-    preset = "qlora" if (adapter.name, adapter.quantize) == ("lora", "nf4") else adapter.name
-    known = AdapterConfig(adapter.name, quantize=adapter.quantize if preset == "qlora" else "none")
-    return [f"adapter={preset}", *changed_words("adapter", adapter, known), "train.init_from=…"]
+    presets = {name: AdapterConfig(**values) for name, values in ADAPTER_PRESETS.items()}
+    return [*_preset_words("adapter", adapter, presets), "train.init_from=…"]
 
 
 def model_words(shape: ModelShape) -> list[str]:
     """Return the nearest preset and the fields that differ from it; the vocabulary is left to the tokenizer."""
-    known = replace(shape, vocabulary_size=0)
     presets = {name: replace(preset, vocabulary_size=0) for name, preset in SHAPES.items()}
-    nearest = min(presets, key=lambda name: len(changed_words("model", known, presets[name])))
-    return [f"model={nearest}", *changed_words("model", known, presets[nearest])]
+    return _preset_words("model", replace(shape, vocabulary_size=0), presets)
+
+
+def _preset_words(group: str, value: Any, presets: Mapping[str, Any]) -> list[str]:
+    """The preset of a group with the fewest fields that differ from `value`, and these fields."""
+    words = {name: changed_words(group, value, preset) for name, preset in presets.items()}
+    nearest = min(words, key=lambda name: len(words[name]))
+    return [f"{group}={nearest}", *words[nearest]]
 
 
 @dataclass(frozen=True)
@@ -305,7 +309,7 @@ def quantized(request: AdviseRequest) -> Iterator[Candidate]:
 
     None if the request has adapters, or memory of hosts for the state of all weights.
     """
-    other = replace(request, adapter=AdapterConfig("lora", quantize="nf4"))
+    other = replace(request, adapter=AdapterConfig(**ADAPTER_PRESETS["qlora"]))
     try:
         other.check_model()
     except ValueError:  # its rows cannot be divided into blocks

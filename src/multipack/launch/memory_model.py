@@ -291,7 +291,7 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
 def _matrix_bytes(adapter: AdapterConfig) -> int:
     """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its codes."""
     of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
-    of_format = {"none": 0, "nf4": FLOAT32 + 2, "int8": 2 * FLOAT32}[adapter.quantize]
+    of_format = adapter.format.unpacked if adapter.format else 0
     return max(of_dora, of_format, FLOAT32 if adapter.name == "none" or adapter.train else 0)
 
 
