@@ -25,7 +25,7 @@ NEEDED = (
     ),
     *("pytest", "hypothesis"),
 )
-OPTIONAL = ("triton", "flash-attn", "xformers")
+OPTIONAL = ("triton", "flash-attn-3", "xformers")
 
 
 def version_of(package: str) -> str | None:

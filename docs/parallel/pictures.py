@@ -323,7 +323,9 @@ def family_of(candidate: Any) -> tuple[str, str]:
         return "QLoRA instead of all weights", "qlora"
     if config.offload != "none":
         return "offload", short
-    if candidate.request.optimizer not in ("auto", "adamw"):
+    from multipack.parallel.optimizers import DEFAULT_OPTIMIZER
+
+    if candidate.optimizer != DEFAULT_OPTIMIZER:
         return "smaller optimizer states", short
     if len(divided) > 1 or (divided and config.shards_parameters):
         return "several", short

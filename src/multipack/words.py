@@ -23,6 +23,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -202,6 +203,14 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(map(as_text, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def byte_count(text: str) -> float:
+    """Return the number of bytes of a size such as `80GiB`, `1.5 MB` or `64B`; 0 if the text is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", text.strip())
+    if found is None:
+        return 0.0
+    return float(found[1]) * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " ")
 
 
 def changed_words(group: str, value: Any, default: Any) -> list[str]:

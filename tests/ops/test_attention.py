@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import numpy as np
 import pytest
@@ -179,6 +178,7 @@ def test_wrong_arguments_are_refused(pack, documents):
     q, k, v = tensors(batch, 4, 4)
     cases = [
         ((q, k, v, batch, "lop"), r"attention=lop .*'loop'"),
+        ((q, k, v, batch, "flash"), r"attention=flash .*'varlen'"),
         ((q, k[:, :3], v[:, :3], batch), "divide"),
         ((q[1:], k[1:], v[1:], batch), "32 slots"),
         ((q, k[..., 1:], v[..., 1:], batch), "attention takes q"),
@@ -213,9 +213,9 @@ def test_backends_by_gpu_generation(monkeypatch):
     monkeypatch.setattr(table, "_installed", lambda package: True)
     for generation, expected in (
         (7, ["flex", "loop"]),
-        (8, ["flash", "varlen", "flex", "xformers", "loop"]),
-        (9, ["flash3", "flash", "varlen", "flex", "xformers", "loop"]),
-        (10, ["flash", "varlen", "flex", "xformers", "loop"]),
+        (8, ["varlen", "flex", "xformers", "loop"]),
+        (9, ["flash3", "varlen", "flex", "xformers", "loop"]),
+        (10, ["varlen", "flex", "xformers", "loop"]),
     ):
         monkeypatch.setattr(table, "_generation", lambda device, generation=generation: generation)
         request = table.Request(torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True)
@@ -235,21 +235,6 @@ def test_backends_of_a_gpu_without_packages(monkeypatch):
     ):
         index = table.backend_index("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
         assert BACKENDS[index].name == first
-
-
-def test_a_package_that_only_holds_flash_attention_4_is_not_flash_attention_2(monkeypatch, tmp_path):
-    """flash-attn-4 installs flash_attn.cute, in a folder without a module of its own."""
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(table, "_generation", lambda device: 9)
-    call = ("auto", torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True, False)
-    for expected in ("varlen", "flash"):
-        table._installed.cache_clear()
-        assert BACKENDS[table.backend_index(*call)].name == expected
-        (tmp_path / "flash_attn" / "__init__.py").touch()
-        importlib.invalidate_caches()
-    table._installed.cache_clear()
 
 
 def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents):

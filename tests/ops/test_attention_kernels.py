@@ -83,14 +83,12 @@ def varlen_operator(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, scale=No
     return kernel(q, k, v, cu_q, cu_k, max_q, max_k, *window_size), None, None
 
 
-@pytest.fixture(
-    params=["flash3", "flash3 with sums", "flash", "varlen", "varlen of torch 2.11", "xformers", "flex"]
-)
+@pytest.fixture(params=["flash3", "flash3 with sums", "varlen", "varlen of torch 2.11", "xformers", "flex"])
 def row(request, monkeypatch):
     """The row's function, its package replaced by one that computes the same here."""
     name = request.param.split()[0]
-    if name in ("flash", "flash3"):
-        module = ModuleType("flash_attn" if name == "flash" else "flash_attn_interface")
+    if name == "flash3":
+        module = ModuleType("flash_attn_interface")
         module.flash_attn_varlen_func = flash_attn_varlen_func
         if request.param == "flash3 with sums":
             module.flash_attn_varlen_func = lambda *args, **more: (

@@ -1,6 +1,8 @@
 """NF4: levels and blocks as the paper defines them, values as in bitsandbytes, products without saved matrices."""
 
+from pkgutil import resolve_name
 from statistics import NormalDist
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from multipack.ops.nf4 import LEVELS, Nf4
 from multipack.ops.quantized import linear
+from multipack.shapes.formats import FORMATS, FormatName
 
 
 @pytest.fixture
@@ -58,7 +61,9 @@ def test_values_equal_the_definition(weight, double):
     np.testing.assert_allclose(found.to(torch.float64).numpy(), expected.reshape(96, 320), atol=1e-6)
     held = [each for each in (found.codes, found.scales, found.steps) if each is not None]
     assert all(each.dtype == torch.uint8 for each in held)
-    bits = 8 * sum(each.numel() for each in held) / weight.numel()
+    held_bytes = sum(each.numel() for each in held)
+    assert held_bytes == Nf4.facts.rank_bytes(96, 320, 1, double)
+    bits = 8 * held_bytes / weight.numel()
     assert bits == pytest.approx(4.125 if double else 4.5, abs=0.005)
 
 
@@ -102,6 +107,11 @@ def test_products_save_only_bytes(weight):
     torch.testing.assert_close(out, expected)
     (own,), (theirs,) = (torch.autograd.grad(each, x, gradient) for each in (out, expected))
     torch.testing.assert_close(own, theirs)
+
+
+def test_every_format_is_a_setting_and_has_a_class():
+    assert set(FORMATS) == set(get_args(FormatName))
+    assert all(resolve_name(row.matrix).facts is row for row in FORMATS.values())
 
 
 def test_rows_without_whole_blocks_are_refused():

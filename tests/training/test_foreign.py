@@ -20,7 +20,8 @@ from multipack.integrations.probe_documents import packed_batch
 from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
-from multipack.ops.lora import FORMATS
+from multipack.ops.int8 import Int8
+from multipack.ops.nf4 import Nf4
 from multipack.run import RunDirectory
 from multipack.training.blueprint import open_engine
 from multipack.training.checkpoint import load_checkpoint
@@ -32,6 +33,7 @@ from multipack.training.train import train
 transformers = pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}
 """Rows that blocks of NF4 divide."""
+QUANTIZE = {"nf4": Nf4.quantize, "int8": Int8.quantize}
 ATTENTION = ["adapter=lora", "adapter.rank=2", "adapter.targets=[self_attn]"]
 DOCUMENTS = [[*range(5, 16)], [*range(40, 47)], [*range(90, 110)], [7, 7]]
 
@@ -236,7 +238,7 @@ def test_adapters_train_and_peft_loads_them(tmp_path):
 )
 def test_linear_layers_and_experts_are_quantized_and_nothing_else(kind, name, sizes, tmp_path, capsys):
     base = save_model(kind, tmp_path / "base", **sizes)
-    save_model(kind, tmp_path / "rounded", change=partial(dequantize, FORMATS[name].quantize), **sizes)
+    save_model(kind, tmp_path / "rounded", change=partial(dequantize, QUANTIZE[name]), **sizes)
     words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
     part, whole, other = (tmp_path / out for out in ("part", "whole", "other"))
     train(compose_run([*words, "log.verbose=true", f"out={whole}"]))
@@ -266,7 +268,7 @@ def test_adapters_of_quantized_models_are_exported(kind, name, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     sizes = WIDE if name == "nf4" else {}
     save_model(kind, tmp_path / "base", **sizes)
-    change = partial(dequantize, FORMATS[name].quantize)
+    change = partial(dequantize, QUANTIZE[name])
     rounded = save_model(kind, tmp_path / "rounded", change=change, **sizes)
     words = [*run_words(tmp_path, tmp_path / "base"), *ATTENTION, f"adapter.quantize={name}"]
     train(compose_run([*words, f"out={tmp_path / 'run'}"]))

@@ -1,11 +1,14 @@
 """AdamW and Muon: groups, rules on parameters' names, their definitions, and what the header says."""
 
 import math
+from pkgutil import resolve_name
+from typing import get_args
 
 import pytest
 import torch
 
 from multipack.models.decoder import Decoder
+from multipack.parallel.optimizers import OPTIMIZERS, SMALLER_STATES, OptimizerName
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import build_optimizer, optimizer_text, parameter_options
 from multipack.training.rules import read_rule
@@ -119,6 +122,12 @@ def test_rules_without_effect_are_refused(model):
     ):
         with pytest.raises(ValueError, match=message):
             build_optimizer(model, OptimizerConfig(rules=rules))
+
+
+def test_every_row_has_a_name_of_the_settings_and_a_function():
+    assert set(OPTIMIZERS) == set(get_args(OptimizerName)) > set(SMALLER_STATES)
+    for name, row in OPTIMIZERS.items():
+        assert callable(resolve_name(f"multipack.training.{row.module}:{name}"))
 
 
 def test_illegal_settings_are_refused_by_name():

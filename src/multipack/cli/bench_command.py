@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast
@@ -105,9 +104,11 @@ def _cells(row: Bandwidth) -> list[str]:
 
 def _bytes(word: str) -> int:
     """Return the number of bytes of a size such as `4096`, `64KiB`, `16MiB` or `1GiB`."""
-    match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)?", word)
-    if match is None or int(match[1]) < 1:
+    from multipack.words import byte_count
+
+    size = int(word) if word.isdecimal() else int(byte_count(word))
+    if size < 1:
         raise ValueError(
             f"--sizes {word!r} is not a size: write 4096, 64KiB, 16MiB or 1GiB, separated by commas"
         )
-    return int(match[1]) << {"KiB": 10, "MiB": 20, "GiB": 30}.get(match[2] or "B", 0)
+    return size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -20,12 +20,17 @@ from multipack.launch.context_choice import measures, packs_of, with_link
 from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import (
     Memory,
-    OptimizerName,
     Recompute,
     Workload,
     memory_of_stages,
 )
 from multipack.launch.traffic import Traffic, communication
+from multipack.parallel.optimizers import (
+    DEFAULT_OPTIMIZER,
+    SMALLER_STATES,
+    OptimizerName,
+    check_optimizer,
+)
 from multipack.parallel.parallel_config import (
     DATA_STRATEGIES,
     Data,
@@ -37,7 +42,7 @@ from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.planning.placement_report import ContextMeasure
 from multipack.shapes import SHAPES, ModelShape
-from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.adapter import ADAPTER_PRESETS, AdapterConfig
 from multipack.words import changed_words
 
 GIB = 2**30
@@ -65,17 +70,21 @@ def _adapter_words(adapter: AdapterConfig) -> list[str]:
     """Words of adapters, which need initial weights; none without adapters."""
     if adapter.name == "none":
         return []
-    preset = "qlora" if (adapter.name, adapter.quantize) == ("lora", "nf4") else adapter.name
-    known = AdapterConfig(adapter.name, quantize=adapter.quantize if preset == "qlora" else "none")
-    return [f"adapter={preset}", *changed_words("adapter", adapter, known), "train.init_from=…"]
+    presets = {name: AdapterConfig(**values) for name, values in ADAPTER_PRESETS.items()}
+    return [*_preset_words("adapter", adapter, presets), "train.init_from=…"]
 
 
 def model_words(shape: ModelShape) -> list[str]:
     """Return the nearest preset and the fields that differ from it; the vocabulary is left to the tokenizer."""
-    known = replace(shape, vocabulary_size=0)
     presets = {name: replace(preset, vocabulary_size=0) for name, preset in SHAPES.items()}
-    nearest = min(presets, key=lambda name: len(changed_words("model", known, presets[name])))
-    return [f"model={nearest}", *changed_words("model", known, presets[nearest])]
+    return _preset_words("model", replace(shape, vocabulary_size=0), presets)
+
+
+def _preset_words(group: str, value: Any, presets: Mapping[str, Any]) -> list[str]:
+    """The preset of a group with the fewest fields that differ from `value`, and these fields."""
+    words = {name: changed_words(group, value, preset) for name, preset in presets.items()}
+    nearest = min(words, key=lambda name: len(words[name]))
+    return [f"{group}={nearest}", *words[nearest]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Candidate:
     @property
     def optimizer(self) -> OptimizerName:
         """`optimizer.name`."""
-        return "adamw" if self.request.optimizer == "auto" else self.request.optimizer
+        return DEFAULT_OPTIMIZER if self.request.optimizer == "auto" else self.request.optimizer
 
     @cached_property
     def work(self) -> Workload:
@@ -177,7 +186,7 @@ class Candidate:
     def name(self) -> str:
         """The parallelism as text, as in the header of a run."""
         packs = f", {self.packs} packs of {self.request.capacity:,}" if self.request.devices == 1 else ""
-        optimizer = f", {self.optimizer}" if self.optimizer != "adamw" else ""
+        optimizer = f", {self.optimizer}" if self.optimizer != DEFAULT_OPTIMIZER else ""
         adapter = "".join(f", {word}" for word in _adapter_words(self.request.adapter)[:1])
         return self.config.text(self.request.devices) + packs + optimizer + adapter
 
@@ -189,7 +198,7 @@ class Candidate:
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
         train = [f"train.dtype={request.dtype}", f"train.recompute={self.recompute}"]
         train += _adapter_words(request.adapter)
-        train += [f"optimizer.name={self.optimizer}"] if self.optimizer != "adamw" else []
+        train += [f"optimizer.name={self.optimizer}"] if self.optimizer != DEFAULT_OPTIMIZER else []
         return [*model_words(request.model), *plan, *parallel, *train]
 
     def to_dict(self) -> dict[str, Any]:
@@ -252,10 +261,10 @@ def advise(request: AdviseRequest) -> Advice:
     """Compare all candidates and recommend one; raises a ValueError for a model that cannot be trained."""
     request.check_model()
     everything = list(candidates(request))
-    if request.devices == 1 and not any(each.fits for each in everything if each.config.offload == "none"):
+    if request.devices == 1 and not any(each.fits for each in _resident(everything)):
         everything += smaller_packs(request)
     # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
-    resident = [each for each in everything if each.config.offload == "none"]
+    resident = _resident(everything)
     chosen = _simplest(resident)
     smaller = list(smaller_states(request)) if chosen is None else []
     chosen = chosen or _simplest(smaller)
@@ -287,13 +296,11 @@ def advise(request: AdviseRequest) -> Advice:
 
 
 def smaller_states(request: AdviseRequest) -> Iterator[Candidate]:
-    """Yield candidates without offload whose moments are bfloat16 and, if none of them fits, of 8 bits."""
-    kinds: list[OptimizerName] = ["adamw_bf16", "adamw_8bit"] if request.optimizer == "auto" else []
-    for kind in kinds:
-        made = list(candidates(replace(request, optimizer=kind)))
-        resident = [each for each in made if each.config.offload == "none"]
-        yield from resident
-        if any(each.fits for each in resident):
+    """Yield candidates without offload and with the first of `SMALLER_STATES` that fits."""
+    for kind in SMALLER_STATES if request.optimizer == "auto" else ():
+        made = _resident(candidates(replace(request, optimizer=kind)))
+        yield from made
+        if any(each.fits for each in made):
             return
 
 
@@ -302,13 +309,13 @@ def quantized(request: AdviseRequest) -> Iterator[Candidate]:
 
     None if the request has adapters, or memory of hosts for the state of all weights.
     """
-    other = replace(request, adapter=AdapterConfig("lora", quantize="nf4"))
+    other = replace(request, adapter=AdapterConfig(**ADAPTER_PRESETS["qlora"]))
     try:
         other.check_model()
     except ValueError:  # its rows cannot be divided into blocks
         return
     if request.adapter.name == "none" and not request.host_memory:
-        made = [each for each in candidates(other) if each.config.offload == "none"]
+        made = _resident(candidates(other))
         yield from made
         if request.devices == 1 and not any(each.fits for each in made):
             yield from smaller_packs(other)
@@ -331,19 +338,17 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
 
     For one device each kind of activation checkpointing is a candidate, and offload to its host.
     """
-    # Muon multiplies whole matrices on the device.
-    kinds = OFFLOADS[1 : 1 if request.optimizer == "muon" else 3 if request.host_memory else 2]
+    kinds = OFFLOADS[1 : 3 if request.host_memory else 2]
     if request.devices == 1:
         offloaded = [_offloaded(ParallelConfig("zero3"), kind) for kind in kinds]
         for config in (ParallelConfig(), *offloaded):
-            yield from (Candidate(request, config, kind) for kind in get_args(Recompute))
+            tried = [Candidate(request, config, kind) for kind in get_args(Recompute)]
+            yield from tried if _is_legal(tried[0]) else ()
         return
     devices, host = request.devices, request.devices_per_host
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):
         data, remainder = divmod(devices, tensor * context * pipeline)
-        if tensor > 1 and request.optimizer == "adamw_8bit":  # has scales of neighboring columns
-            continue
         if remainder or (context > 1 and request.capacity // context < MIN_SLOTS_PER_RANK):
             continue
         schedules: list[Schedule] = ["1f1b", "interleaved"] if pipeline > 1 else ["1f1b"]
@@ -359,17 +364,26 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
             for variant in variants:
-                if (
-                    request.optimizer.endswith(("_bnb", "_ao")) and variant.uses_fsdp
-                ):  # they update whole tensors
-                    continue
-                try:
-                    variant.check(request.model, devices, request.capacity, request.dtype)
-                    request.adapter.check_blocks(request.model, tensor)
-                except ValueError:
-                    continue
                 tried = [Candidate(request, variant, kind) for kind in get_args(Recompute)]
-                yield next((each for each in tried if each.fits), tried[-1])
+                if _is_legal(tried[0]):
+                    yield next((each for each in tried if each.fits), tried[-1])
+
+
+def _resident(among: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates whose state stays on the device."""
+    return [each for each in among if each.config.offload == "none"]
+
+
+def _is_legal(candidate: Candidate) -> bool:
+    """Whether `multipack train` takes the parallelism with this model, its adapters and its optimizer."""
+    request, config = candidate.request, candidate.config
+    try:
+        config.check(request.model, request.devices, request.capacity, request.dtype)
+        request.adapter.check_blocks(request.model, config.tensor)
+        check_optimizer(candidate.optimizer, config)
+    except ValueError:
+        return False
+    return True
 
 
 def _offloaded(config: ParallelConfig, kind: Offload) -> ParallelConfig:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from multipack.launch.held import matrices_of
-from multipack.launch.memory_model import Dtype, OptimizerName
+from multipack.launch.memory_model import Dtype
+from multipack.parallel.optimizers import OptimizerName
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.words import byte_count
 
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
 """Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
@@ -85,7 +86,7 @@ class AdviseRequest:
                 f" devices={near}, or another devices_per_host"
             )
         for name in ("memory", *(["host_memory"] if self.host_memory else [])):
-            if not _bytes(getattr(self, name)):
+            if not byte_count(getattr(self, name)):
                 raise ValueError(
                     f"{name}={getattr(self, name)}: write a number and a unit, such as {name}=80GiB"
                 )
@@ -98,12 +99,12 @@ class AdviseRequest:
     @property
     def usable(self) -> float:
         """Bytes of a device that a run may use."""
-        return (1 - self.reserve) * _bytes(self.memory)
+        return (1 - self.reserve) * byte_count(self.memory)
 
     @property
     def usable_on_host(self) -> float:
         """Bytes of a host that offload may use."""
-        return (1 - self.reserve) * _bytes(self.host_memory) if self.host_memory else math.inf
+        return (1 - self.reserve) * byte_count(self.host_memory) if self.host_memory else math.inf
 
     @property
     def speeds(self) -> tuple[float, float, float]:
@@ -132,11 +133,3 @@ class AdviseRequest:
                 "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
                 " example model.vocabulary_size=50257"
             )
-
-
-def _bytes(text: str) -> float:
-    """The number of bytes that a text such as 80GiB names; 0 = none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip())
-    if found is None:
-        return 0.0
-    return float(found[1]) * (1024.0 if found[3] else 1000.0) ** (1 + "KMGT".index(found[2]))

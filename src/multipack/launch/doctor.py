@@ -159,18 +159,13 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
     from multipack.ops.attention import BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    missing = [row for row in BACKENDS if row.missing]
     for row in [row for row in BACKENDS if not row.missing]:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes) or "all"
         elsewhere = bool(row.devices) and device not in row.devices
         detail = f"not on {device}" if elsewhere else f"{dtypes}; {row.note}"
         yield Finding(row.name, "ok", detail)
-    if flash := [row for row in missing if row.name == "flash" and device == "cuda"]:
-        yield Finding(
-            flash[0].name, "warn", "not installed: this GPU attends by slower kernels", flash[0].install
-        )
-    if others := [f"{row.name} ({row.install})" for row in missing if row not in flash]:
-        yield Finding("not installed", "ok", ", ".join(others))
+    if missing := [f"{row.name} ({row.install})" for row in BACKENDS if row.missing]:
+        yield Finding("not installed", "ok", ", ".join(missing))
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:

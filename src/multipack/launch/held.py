@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from multipack.parallel.stages import RankPart
 from multipack.shapes import ModelShape
-from multipack.shapes.adapter import QUANTIZED_BLOCK, AdapterConfig
+from multipack.shapes.adapter import AdapterConfig
 
 FLOAT32 = 4
 """Bytes of an element of parameters, gradients, moments and exact sums."""
@@ -93,8 +92,9 @@ def _matrix_held(
     bias = has_bias * (outputs if by_inputs else outputs // ranks)
     if adapter.trains(name):
         found = Held(trained=size + bias, matrices=size, cast=size + bias)
-    elif adapter.quantize != "none":
-        found = Held(cast=bias, frozen=bias, quantized=_quantized_bytes(adapter, outputs, inputs, ranks))
+    elif adapter.format is not None:
+        quantized = adapter.format.rank_bytes(outputs, inputs, ranks, adapter.double_quantize)
+        found = Held(cast=bias, frozen=bias, quantized=quantized)
     else:
         found = Held(cast=bias, frozen=bias, products=size)
     if adapter.adapts(name):
@@ -142,17 +142,6 @@ def output_rows(shape: ModelShape, tensor: int = 1) -> int:
 def trains_output(shape: ModelShape, adapter: AdapterConfig) -> bool:
     """Whether the output matrix has a gradient."""
     return bool(shape.scores) or adapter.trains("embedding" if shape.tied else "head")
-
-
-def _quantized_bytes(adapter: AdapterConfig, outputs: int, inputs: int, ranks: int) -> float:
-    """Bytes of a rank's part of a quantized matrix; scales of int8 and steps of NF4 are whole on every rank."""
-    size = outputs * inputs
-    if adapter.quantize == "int8":
-        return size / ranks + FLOAT32 * outputs
-    scales = size / QUANTIZED_BLOCK
-    if not adapter.double_quantize:
-        return (size / 2 + FLOAT32 * scales) / ranks
-    return (size / 2 + scales) / ranks + FLOAT32 * (1 + math.ceil(scales / 256))
 
 
 def _block_norms(shape: ModelShape, tensor: int) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from multipack.launch.held import FLOAT32, Held, blocks_held, output_rows, outside_held, trains_output
+from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.planning.placement_report import ContextMeasure
@@ -22,20 +23,9 @@ from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal[
-    "adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao", "adamw_4bit_ao", "muon"
-]
 Recompute = Literal["none", "selective", "full"]
 """Activation checkpointing, fastest first, and with the least memory last."""
 
-STATE_BYTES: dict[OptimizerName, float] = {
-    "adamw": 8,
-    "muon": 8,
-    "adamw_bf16": 4,
-    **dict.fromkeys(("adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao"), 2 + 8 / 256),
-    "adamw_4bit_ao": 1 + 8 / 128,
-}
-"""Bytes of two moments of an element; 8 bits have a scale for 256 elements (training/compact_adamw.py), 4 for 128."""
 LOSS_CHUNK_TOKENS = 1024
 """Number of rows whose logits exist at a time on a CPU, and the minimum on a GPU (ops/logits.py)."""
 LOSS_CHUNK_BYTES = 2**30
@@ -88,7 +78,7 @@ class Workload:
         device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
         placed: what context ranks exchange for a pack; None = one document fills each pack, and is placed by cost
             unless the method is ulysses.
-        optimizer: AdamW has two moments per parameter, of 4, 2 or 1 bytes, and Muon one for the matrices of blocks.
+        optimizer: name of the optimizer, whose row has the bytes of its state.
     """
 
     shape: ModelShape
@@ -99,7 +89,7 @@ class Workload:
     recompute: Recompute = "none"
     micro_batches: int = 1
     device: Literal["gpu", "cpu"] = "gpu"
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerName = DEFAULT_OPTIMIZER
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     placed: ContextMeasure | None = None
 
@@ -226,13 +216,13 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     block, outside = work.block, outside_held(shape, part, work.adapter, config.tensor)
     held = block * part.layers + outside
     shards = divided["parameters"]
-    each = STATE_BYTES[work.optimizer]
-    states = each * held.trained
-    if work.optimizer == "muon":
-        states -= FLOAT32 * part.layers * block.matrices
+    row = OPTIMIZERS[work.optimizer]
+    states = row.state_bytes * held.trained
+    if row.matrix_bytes is not None:
+        states += (row.matrix_bytes - row.state_bytes) * part.layers * block.matrices
     optimizer = int(states // divided["optimizer"])
     if config.strategy.divides_optimizer:  # by whole tensors
-        optimizer = max(optimizer, int(each * _largest_trained(work)))
+        optimizer = max(optimizer, int(row.state_bytes * _largest_trained(work)))
     parameters, gradients = held.size(work.product) // shards, round(FLOAT32 * held.trained) // shards
     host = disk = 0
     if config.offload == "disk":
@@ -265,7 +255,8 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)
     if disk and not config.offloads_parameters:  # on the device, a tensor's state while it is updated
-        temporary = max(temporary, int(each * _largest_trained(work)) - activations - loss)
+        largest = int(row.state_bytes * _largest_trained(work))
+        temporary = max(temporary, largest - activations - loss)
     return Memory(
         parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host, disk
     )
@@ -300,7 +291,7 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
 def _matrix_bytes(adapter: AdapterConfig) -> int:
     """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its codes."""
     of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
-    of_format = {"none": 0, "nf4": FLOAT32 + 2, "int8": 2 * FLOAT32}[adapter.quantize]
+    of_format = adapter.format.unpacked if adapter.format else 0
     return max(of_dora, of_format, FLOAT32 if adapter.name == "none" or adapter.train else 0)
 
 

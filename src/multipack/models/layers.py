@@ -218,7 +218,7 @@ def _inputs_outputs(layer: Any) -> tuple[int, int]:
     if layer.weight is not None:
         return _transposed(layer.weight)
     columns, rows = _transposed(layer.weight_codes)
-    return layer.format.per_byte * columns, rows
+    return layer.format.facts.per_byte * columns, rows
 
 
 def _transposed(matrix: Any) -> tuple[int, int]:

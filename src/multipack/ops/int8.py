@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from multipack.ops.quantized import Quantized, positive
+from multipack.shapes.formats import FORMATS, FrozenFormat
 
 LARGEST = 127
 """The code of a row's largest number."""
@@ -25,8 +26,7 @@ LARGEST = 127
 class Int8(Quantized):
     """A matrix in 8 bits, or a rank's part of one; `steps` are the absmax of the whole matrix's rows."""
 
-    per_byte: ClassVar[int] = 1
-    block: ClassVar[int] = 1
+    facts: ClassVar[FrozenFormat] = FORMATS["int8"]
 
     @classmethod
     @torch.no_grad()

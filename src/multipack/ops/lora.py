@@ -8,15 +8,16 @@ s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
 adapted model at first computes what the original one does.
 
-Frozen matrices of blocks may be quantized (QLoRA; `FORMATS`), also those without an adapter; m is then the length of
-the rows of the dequantized matrix. Otherwise frozen linear layers and experts are held in the dtype of matrix products:
-autocast would cast them to it in every step, and the products are the same bit for bit.
+Frozen matrices of blocks may be quantized (QLoRA; shapes/formats.py), also those without an adapter; m is then the
+length of the rows of the dequantized matrix. Otherwise frozen linear layers and experts are held in the dtype of matrix
+products: autocast would cast them to it in every step, and the products are the same bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -25,15 +26,11 @@ from torch import Tensor, nn
 
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.experts import expert_matrices, quantized_experts
-from multipack.ops.int8 import Int8
-from multipack.ops.nf4 import Nf4
 from multipack.ops.quantized import Quantized, held_parts, linear, part_names
 from multipack.shapes.adapter import AdapterConfig
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
 """Names of the parameters that an adapter adds to a linear layer."""
-FORMATS: dict[str, type[Quantized]] = {"nf4": Nf4, "int8": Int8}
-"""`adapter.quantize` → the format of frozen matrices."""
 
 
 class LoraLinear(nn.Linear):
@@ -150,8 +147,8 @@ def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
         raise ValueError(
             f"adapter.train trains {both[0]} whole, which adapter.targets adapts: leave it out of one of them"
         )
-    if config.quantize != "none" and not quantizable(model, config):
-        block = FORMATS[config.quantize].block
+    if config.format is not None and not quantizable(model, config):
+        block = config.format.block
         rows = f" with rows of a multiple of {block} numbers" if block > 1 else ""
         raise ValueError(
             f"adapter.quantize={config.quantize}: the blocks of this model have no frozen linear layers{rows}; use"
@@ -175,9 +172,9 @@ def quantizable(model: nn.Module, config: AdapterConfig) -> list[str]:
 
     They are the frozen matrices of linear layers and experts of blocks, with rows that the format takes.
     """
-    if config.quantize == "none":
+    if config.format is None:
         return []
-    block, linear_layers = FORMATS[config.quantize].block, set(matrices(model))
+    block, linear_layers = config.format.block, set(matrices(model))
     return [
         f"{name}.{own}"
         for name, module in model.named_modules()
@@ -189,7 +186,9 @@ def quantizable(model: nn.Module, config: AdapterConfig) -> list[str]:
 
 def quantize(weight: Tensor, config: AdapterConfig) -> Quantized:
     """A matrix, or the rows of several, in the format of `adapter.quantize`."""
-    return FORMATS[config.quantize].quantize(weight.flatten(0, -2), config.double_quantize)
+    assert config.format is not None
+    kind: type[Quantized] = resolve_name(config.format.matrix)
+    return kind.quantize(weight.flatten(0, -2), config.double_quantize)
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int, weight: Callable[[], Tensor]) -> Tensor:

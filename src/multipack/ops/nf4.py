@@ -24,10 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.ops.quantized import Quantized, positive
-from multipack.shapes.adapter import QUANTIZED_BLOCK
-
-SCALES_BLOCK = 256
-"""Scales that share a float32 step."""
+from multipack.shapes.formats import FORMATS, NF4_BLOCK, NF4_SCALES_BLOCK, FrozenFormat
 
 
 def _dynamic() -> Tensor:
@@ -63,8 +60,7 @@ class Nf4(Quantized):
     the absmax, and one step for 256 of the whole matrix's scales, in the order of rows; None without it.
     """
 
-    per_byte: ClassVar[int] = 2
-    block: ClassVar[int] = QUANTIZED_BLOCK
+    facts: ClassVar[FrozenFormat] = FORMATS["nf4"]
 
     @classmethod
     @torch.no_grad()
@@ -79,18 +75,16 @@ class Nf4(Quantized):
             ValueError: `in` is no multiple of 64.
         """
         rows, columns = weight.shape
-        if columns % QUANTIZED_BLOCK:
-            raise ValueError(
-                f"a matrix of {columns} columns has no whole blocks of {QUANTIZED_BLOCK} numbers"
-            )
-        blocks = weight.float().reshape(-1, QUANTIZED_BLOCK)
+        if columns % NF4_BLOCK:
+            raise ValueError(f"a matrix of {columns} columns has no whole blocks of {NF4_BLOCK} numbers")
+        blocks = weight.float().reshape(-1, NF4_BLOCK)
         absmax = blocks.abs().amax(1)
         numbers = _nearest(blocks / positive(absmax)[:, None], LEVELS).view(rows, columns)
         codes = numbers[:, ::2] << 4 | numbers[:, 1::2]
         if not double:
             return cls(codes, absmax.view(rows, -1).view(torch.uint8), None, columns)
         mean = absmax.mean()
-        padded = F.pad(absmax - mean, (0, -len(absmax) % SCALES_BLOCK)).view(-1, SCALES_BLOCK)
+        padded = F.pad(absmax - mean, (0, -len(absmax) % NF4_SCALES_BLOCK)).view(-1, NF4_SCALES_BLOCK)
         steps = padded.abs().amax(1)
         scales = _nearest(padded / positive(steps)[:, None], DYNAMIC).view(-1)[: len(absmax)]
         return cls(codes, scales.view(rows, -1), torch.cat([mean[None], steps]).view(torch.uint8), columns)
@@ -106,11 +100,11 @@ class Nf4(Quantized):
             and (kernel := _bitsandbytes()) is not None
         ):
             found: Tensor = kernel(
-                self.codes.reshape(-1, 1), absmax.reshape(-1), QUANTIZED_BLOCK, "nf4", (rows, columns), dtype
+                self.codes.reshape(-1, 1), absmax.reshape(-1), NF4_BLOCK, "nf4", (rows, columns), dtype
             )
             return found
         pairs = F.embedding(self.codes.int(), _on(_PAIRS, self.codes))
-        blocks = pairs.view(rows, -1, QUANTIZED_BLOCK)
+        blocks = pairs.view(rows, -1, NF4_BLOCK)
         return blocks.mul_(absmax[..., None]).view(rows, columns).to(dtype)
 
     def _absmax(self) -> Tensor:
@@ -118,11 +112,11 @@ class Nf4(Quantized):
         assert self.scales is not None
         if self.steps is None:
             return self.scales.view(torch.float32)
-        device, width = self.codes.device, self.columns // QUANTIZED_BLOCK
+        device, width = self.codes.device, self.columns // NF4_BLOCK
         rows = torch.arange(self.scales.shape[0], device=device) + self.first[0]
-        columns = torch.arange(self.scales.shape[1], device=device) + self.first[1] // QUANTIZED_BLOCK
+        columns = torch.arange(self.scales.shape[1], device=device) + self.first[1] // NF4_BLOCK
         steps = self.steps.view(torch.float32)
-        index = (rows[:, None] * width + columns) // SCALES_BLOCK + 1
+        index = (rows[:, None] * width + columns) // NF4_SCALES_BLOCK + 1
         return (
             F.embedding(self.scales.int(), _on(DYNAMIC[:, None], self.codes)).squeeze(-1) * steps[index]
             + steps[0]

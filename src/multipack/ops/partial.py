@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.ops.attention.runs import Run, heads_first, repeat_heads, runs, tokens_first
+from multipack.ops.attention.masks import tile_mask
+from multipack.ops.attention.runs import Run, heads_first, repeat_heads, runs, tiles, tokens_first
+from multipack.ops.attention.table import Request, find_backend
 from multipack.ops.autocast import at_least_float32
 
 SCORES = 2**26
@@ -94,11 +96,10 @@ def choose_kernel(q: Tensor) -> Kernel:
     """The kernel for (tokens, H, D) queries: torch's CPU kernel, FlashAttention-2, or plain matrix products."""
     if q.device.type == "cpu":
         return CPU
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    # FlashAttention-2 takes half precision, D in multiples of 8 up to 256, and compute capability 8.0 or newer.
-    if q.device.type == "cuda" and not torch.version.hip and half and q.shape[-1] in range(8, 257, 8):
-        return FLASH if torch.cuda.get_device_capability(q.device)[0] >= 8 else PLAIN
-    return PLAIN
+    heads, width = q.shape[1:]
+    call = Request(q.device, q.dtype, heads, heads, width, window=None, backward=True)
+    runs_flash = not torch.version.hip and not find_backend("varlen").obstacle(call)
+    return FLASH if runs_flash else PLAIN
 
 
 def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
@@ -199,19 +200,16 @@ def _plain_backward(
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Slices of queries with at most `SCORES` scores (at least one query), and of the keys that any of them sees."""
-    documents, heads, rows, columns = *q.shape[:3], k.shape[2]
-    size = max(1, SCORES // (documents * heads * columns))
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        yield slice(start, stop), slice(0, stop if causal else columns)
+    documents, heads, keys = q.shape[0], q.shape[1], k.shape[2]
+    size = max(1, SCORES // (documents * heads * keys))
+    return tiles(q, k, 0 if causal else keys, None, size)
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
     """(B, H, rows, columns) scores of a tile; −∞ where a query does not see a key."""
     scores: Tensor = q[..., rows, :] @ k[..., columns, :].mT * q.shape[-1] ** -0.5
     if causal:
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start + 1)
-        scores.masked_fill_(unseen, -torch.inf)
+        scores.masked_fill_(~tile_mask(rows, columns, 0, None, q.device), -torch.inf)
     return scores
 
 

@@ -1,4 +1,4 @@
-"""Frozen matrices that are held as bytes, and products with them. nf4.py and int8.py have the formats.
+"""Frozen matrices that are held as bytes, and products with them, in the formats of shapes/formats.py.
 
     weight_codes   (out, ·)  the numbers           these two divide like the matrix: by rows, or by columns where no
     weight_scales  (out, ·)  scales of blocks       block of a format is cut
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from multipack.ops.autocast import in_autocast_dtype
+from multipack.shapes.formats import FrozenFormat
 
 _KINDS = ("codes", "scales", "steps")
 
@@ -50,13 +51,12 @@ class Quantized(ABC):
     """A quantized matrix, or a rank's part of one; each format is a subclass.
 
     Attributes:
-        codes: (rows, columns / per_byte) uint8.
+        codes: (rows, columns / facts.per_byte) uint8.
         scales: (rows, ·) uint8 or None.
         steps: (·,) uint8 of the whole matrix, or None.
         columns: of the whole matrix.
         first: row and column of the whole matrix at which this part begins.
-        per_byte: numbers in a byte of `codes`.
-        block: rows of a matrix need a multiple of this number of columns.
+        facts: of the format; `codes` have `facts.per_byte` numbers in a byte.
     """
 
     codes: Tensor
@@ -64,8 +64,7 @@ class Quantized(ABC):
     steps: Tensor | None
     columns: int
     first: tuple[int, int] = (0, 0)
-    per_byte: ClassVar[int]
-    block: ClassVar[int]
+    facts: ClassVar[FrozenFormat]
 
     @classmethod
     @abstractmethod

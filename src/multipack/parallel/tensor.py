@@ -333,7 +333,7 @@ def _matrix_piece(module: LoraLinear) -> Tensor | Quantized:
     if isinstance(whole, Tensor):
         return local(whole)
     codes, rank = local(whole.codes), dist.get_rank(cast(_TensorParallel, module).group)
-    rows, columns = codes.shape[0], whole.per_byte * codes.shape[1]
+    rows, columns = codes.shape[0], whole.facts.per_byte * codes.shape[1]
     first = (
         rank * rows if rows < module.out_features else 0,
         rank * columns if columns < module.in_features else 0,

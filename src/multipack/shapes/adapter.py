@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
+from multipack.shapes.formats import FORMATS, FormatName, FrozenFormat
 from multipack.shapes.shape import ModelShape
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -25,8 +26,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "lm_head": ("head",),
 }
 """Names of Hugging Face's models and of peft → names in the decoder."""
-QUANTIZED_BLOCK = 64
-"""Numbers of a row that share a scale under `adapter.quantize=nf4`."""
+ADAPTER_PRESETS: dict[str, dict[str, Any]] = {
+    "none": {"name": "none"},
+    "lora": {"name": "lora"},
+    "dora": {"name": "dora"},
+    "qlora": {"name": "lora", "quantize": "nf4"},
+}
+"""`adapter=NAME` → its values."""
 
 
 @dataclass
@@ -47,7 +53,7 @@ class AdapterConfig:
     """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
     rank_stabilized: bool = False
     """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
-    quantize: Literal["none", "nf4", "int8"] = "none"
+    quantize: Literal["none", FormatName] = "none"
     """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = that of train.dtype."""
     double_quantize: bool = True
     """Quantize the scales of nf4 too: 4.13 instead of 4.5 bits a number."""
@@ -61,14 +67,12 @@ class AdapterConfig:
     @staticmethod
     def preset_names() -> list[str]:
         """What `adapter=` accepts."""
-        return ["none", "lora", "dora", "qlora"]
+        return list(ADAPTER_PRESETS)
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any] | None:
         """The values of `adapter=NAME`."""
-        if name == "qlora":
-            return {"name": "lora", "quantize": "nf4"}
-        return {"name": name} if name in cls.preset_names() else None
+        return ADAPTER_PRESETS.get(name)
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -91,6 +95,11 @@ class AdapterConfig:
     def __hash__(self) -> int:
         """Of most of its fields, for caches."""
         return hash((self.name, self.rank, self.quantize, *self.targets, *self.train))
+
+    @property
+    def format(self) -> FrozenFormat | None:
+        """The format of frozen matrices; None = that of train.dtype."""
+        return FORMATS.get(self.quantize)
 
     @property
     def scale(self) -> float:
@@ -138,30 +147,32 @@ class AdapterConfig:
                     )
 
     def check_blocks(self, shape: ModelShape, ranks: int) -> None:
-        """Check that a decoder's rows in NF4 have whole blocks, also where tensor-parallel ranks divide them.
+        """Check that a decoder's rows have whole blocks of the format, also where tensor-parallel ranks divide them.
 
         Raises:
             ValueError: they have not; the message names the nearest legal choice.
         """
-        if self.quantize != "nf4" or shape.architecture:
+        if self.format is None or self.format.block == 1 or shape.architecture:
             return
+        block = self.format.block
+        other = next(name for name, row in FORMATS.items() if row.block == 1)
         divided = {"heads × head_dim": shape.heads * shape.head_width, "d_ff": shape.d_ff}
         for name, size in {"d_model": shape.d_model, **divided}.items():
-            if size % QUANTIZED_BLOCK:
+            if size % block:
                 raise ValueError(
                     f"adapter.quantize={self.quantize} divides the {size} numbers of a row (model.{name}) into blocks"
-                    f" of {QUANTIZED_BLOCK}, of which that is no multiple: use adapter.quantize=int8"
+                    f" of {block}, of which that is no multiple: use adapter.quantize={other}"
                 )
         fitting = [
             each
             for each in range(1, ranks + 1)
-            if ranks % each == 0 and all(size % (each * QUANTIZED_BLOCK) == 0 for size in divided.values())
+            if ranks % each == 0 and all(size % (each * block) == 0 for size in divided.values())
         ]
         if fitting[-1] != ranks:
             raise ValueError(
                 f"parallel.tensor={ranks} divides rows of {' and '.join(map(str, divided.values()))} numbers"
-                f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {QUANTIZED_BLOCK} of"
-                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize=int8"
+                f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {block} of"
+                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize={other}"
             )
 
     def differing(self, other: AdapterConfig) -> list[str]:

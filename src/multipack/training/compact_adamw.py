@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.parallel.state import local
+from multipack.training.optimizer import Groups
+from multipack.training.settings import OptimizerConfig
 
 Moments = Literal["bf16", "8bit"]
 
@@ -34,6 +35,16 @@ BLOCK = 256
 """Elements of a row with one scale: 1.6 % more bytes. The paper has 2,048; small blocks confine large values."""
 CHUNK = 1 << 22
 """Elements updated at a time, which limits temporary tensors to about 150 MB."""
+
+
+def adamw_bf16(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW whose moments are bfloat16, over groups of parameters."""
+    return CompactAdamW(groups, "bf16", **config.adam_options)
+
+
+def adamw_8bit(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW whose moments are float8, over groups of parameters."""
+    return CompactAdamW(groups, "8bit", **config.adam_options)
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -45,21 +56,11 @@ class CompactAdamW(torch.optim.Optimizer):
     Args:
         groups: as torch's AdamW, with `lr` and `weight_decay`; and `names`, in the order of `params`.
         moments: how they are stored.
-        lr, betas, eps: defaults of groups.
+        options: `lr`, `betas` and `eps`, the defaults of groups.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        moments: Moments,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__(
-            list(groups) or [{"params": [], "names": []}], {"lr": lr, "betas": betas, "eps": eps}
-        )
+    def __init__(self, groups: Groups, moments: Moments, **options: Any) -> None:
+        super().__init__(list(groups) or [{"params": [], "names": []}], options)
         self._names: dict[Tensor, str] = {}
         for group in self.param_groups:
             self._names.update(zip(group["params"], group["names"], strict=True))

@@ -250,20 +250,15 @@ def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> d
 
 def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:
     """Notes on an adapter that was trained beside quantized weights."""
-    if trained.adapter is None or trained.adapter.config.quantize == "none":
+    if trained.adapter is None or trained.adapter.config.format is None:
         return []
-    config = trained.adapter.config
-    name = config.quantize.upper()
+    config, form = trained.adapter.config, trained.adapter.config.format
     if adapter is None:
         return [
-            f"merged into the values of the {name} weights that it was trained beside, not into the originals"
+            f"merged into the values of the {form.title} weights that it was trained beside, not into the originals"
         ]
-    options = "load_in_8bit=True"
-    if config.quantize == "nf4":
-        options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={config.double_quantize}'
-    notes = [
-        f"trained beside {name} weights: for equal outputs load the base with BitsAndBytesConfig({options})"
-    ]
+    loading = f"BitsAndBytesConfig({form.loading.format(double=config.double_quantize)})"
+    notes = [f"trained beside {form.title} weights: for equal outputs load the base with {loading}"]
     if not all(name.endswith(".weight") for name in trained.adapter.quantized):
         notes.append(
             "BitsAndBytesConfig leaves experts as they are, which training quantized: for equal outputs use --merge"

@@ -3,26 +3,27 @@
     'optimizer.rules=[embedding lr=0.5, *.bias lr=2 weight_decay=0, blocks.0 freeze]'
 
 The first rule whose pattern matches a parameter's name, or the name of a module that holds it, applies. Without a rule
-the learning rate is scaled by 1, and tensors with two or more dimensions decay. Another optimizer is a function, a row
-in `OPTIMIZERS`, and its name in settings.py.
+the learning rate is scaled by 1, and tensors with two or more dimensions decay. parallel/optimizers.py has the table of
+optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multipack.training.bitsandbytes_adamw import bitsandbytes_adamw
-from multipack.training.compact_adamw import CompactAdamW, Moments
+from multipack.parallel.optimizers import OPTIMIZERS
 from multipack.training.rules import Rule, read_rule, unused_message
 from multipack.training.settings import OptimizerConfig
-from multipack.training.torchao_adamw import torchao_adamw
 
+Groups = Sequence[dict[str, Any]]
+"""Groups of parameters, with `lr` and `weight_decay`; and `names`, in the order of `params`."""
+Builder = Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]
 FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 """Devices for which torch has AdamW as one kernel for all tensors of a group."""
 
@@ -53,6 +54,7 @@ def parameter_options(
         ValueError: a rule applies to no parameter; the message has the nearest names.
     """
     rules, used = [read_rule(text) for text in config.rules], set[Rule]()
+    for_matrices = OPTIMIZERS[config.name].for_matrices
     found = {}
     for name, parameter in parameters.items():
         rule = next((rule for rule in rules if rule.matches(name)), None)
@@ -62,7 +64,7 @@ def parameter_options(
             used.add(rule)
             scale, frozen = rule.lr_scale, frozen or rule.freeze
             decay = decay if rule.weight_decay is None else rule.weight_decay
-        matrix = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
+        matrix = for_matrices and parameter.dim() == 2 and name.startswith("blocks.")
         found[name] = (
             ParameterOptions(1.0, 0.0, True) if frozen else ParameterOptions(scale, decay, False, matrix)
         )
@@ -145,11 +147,17 @@ def build_optimizer(
         }
         for treatment, names in groups.items()
     ]
-    _, build = OPTIMIZERS[config.name]
+    module = OPTIMIZERS[config.name].module
+    build: Builder = resolve_name(f"multipack.training.{module}:{config.name}")
     return build(described, config)
 
 
-def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) of torch.
+
+    Raises:
+        ValueError: `optimizer.fused=true` where the device has no such kernel.
+    """
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     lacking = sorted(devices - FUSED_DEVICES)
     if config.fused == "true" and lacking:
@@ -160,15 +168,13 @@ def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.o
     fused = config.fused == "true" or (config.fused == "auto" and not lacking)
     return torch.optim.AdamW(
         list(groups) or [{"params": []}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        **config.adam_options,
         fused=fused,
         foreach=not fused,
     )
 
 
-def _muon(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def muon(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Muon (Jordan 2024) for matrices of blocks, AdamW for embeddings, norms, biases and the head.
 
     Updates are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate
@@ -177,28 +183,11 @@ def _muon(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.op
     matrices = [group for group in groups if group["is_matrix"]]
     others = [group for group in groups if not group["is_matrix"]]
     if not matrices:  # a pipeline stage without blocks
-        return _adamw(others, config)
-    muon = torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
-    return CombinedOptimizer([muon, _adamw(others, config)])
-
-
-def _compact(
-    moments: Moments, groups: Sequence[dict[str, Any]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    return CompactAdamW(groups, moments, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-
-
-Builder = Callable[[Sequence[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, tuple[str, Builder]] = {
-    "adamw": ("AdamW", _adamw),
-    "adamw_bf16": ("AdamW with bfloat16 moments", partial(_compact, "bf16")),
-    "adamw_8bit": ("AdamW with 8-bit moments", partial(_compact, "8bit")),
-    "adamw_8bit_bnb": ("AdamW of bitsandbytes with 8-bit moments", bitsandbytes_adamw),
-    "adamw_8bit_ao": ("AdamW of torchao with 8-bit moments", partial(torchao_adamw, "AdamW8bit")),
-    "adamw_4bit_ao": ("AdamW of torchao with 4-bit moments", partial(torchao_adamw, "AdamW4bit")),
-    "muon": ("Muon", _muon),
-}
-"""`optimizer.name` → name of the algorithm, and a function of parameter groups and settings."""
+        return adamw(others, config)
+    of_matrices = torch.optim.Muon(
+        matrices, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    return CombinedOptimizer([of_matrices, adamw(others, config)])
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -219,18 +208,18 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
     """One line for the run header: tensors and parameters that decay, do not decay, and are frozen."""
-    found, (algorithm, _) = parameter_options(parameters, config), OPTIMIZERS[config.name]
+    found, row = parameter_options(parameters, config), OPTIMIZERS[config.name]
     kinds = {
         "decayed": [n for n, t in found.items() if t.weight_decay and not t.frozen],
         "not decayed": [n for n, t in found.items() if not t.weight_decay and not t.frozen],
         "frozen": [n for n, t in found.items() if t.frozen],
         "with another learning rate": [n for n, t in found.items() if t.lr_scale != 1.0],
-        f"by {algorithm}": [n for n, t in found.items() if t.is_matrix],
+        f"by {row.title}": [n for n, t in found.items() if t.is_matrix],
     }
     counted = [
         f"{kind}: {len(names)} tensors, {sum(parameters[name].numel() for name in names):,} parameters"
         for kind, names in kinds.items()
         if names or kind in ("decayed", "not decayed")
     ]
-    name = f"{algorithm} and AdamW" if config.name == "muon" else algorithm
+    name = f"{row.title} and AdamW" if row.for_matrices else row.title
     return f"{name}; " + "; ".join(counted)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from multipack.data.data_config import DataConfig, TokenizerConfig
 from multipack.data.skipped import counted
 from multipack.hub import is_name, lasting_name, model_folder
+from multipack.parallel.optimizers import check_optimizer
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
@@ -25,7 +26,7 @@ from multipack.run import (
 )
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training.combination_checks import check_optimizer, check_sharing
+from multipack.training.combination_checks import check_sharing
 from multipack.training.given_checks import (
     FIXED_AT_START,
     check_adapter,
@@ -136,7 +137,7 @@ class Config:
         if self.data.stream and not train.steps:
             raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
         parallel.check_context(self.model.attention, train.fixed_shape)
-        check_optimizer(self)
+        check_optimizer(self.optimizer.name, parallel)
         if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"

@@ -19,7 +19,6 @@ from multipack.data.skipped import counted, skipped_lines
 from multipack.hub import hub_name
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
-from multipack.ops.lora import FORMATS
 from multipack.ops.quantized import part_names
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
@@ -252,12 +251,12 @@ def _adapter_rows(run: Trainer) -> Rows:
     count = trained + sum(
         math.prod(shape) for name, shape in parameter_shapes(run.shape).items() if name not in saved
     )
-    kind = ("Q" if adapter.quantize == "nf4" else "") + {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
-    form = f" in {adapter.quantize.upper()}" if adapter.quantize != "none" else ""
+    prefix, form = (adapter.format.prefix, f" in {adapter.format.title}") if adapter.format else ("", "")
+    kind = prefix + {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
     matrices = sum(name.endswith(".lora_a") for name in saved)
     whole = f", and {', '.join(adapter.train)} whole" if adapter.train else ""
-    held = f", matrices in {run.config.train.dtype}" if adapter.quantize == "none" else ""
+    held = "" if adapter.format else f", matrices in {run.config.train.dtype}"
     return [
         (
             "adapter",
@@ -271,13 +270,13 @@ def _adapter_rows(run: Trainer) -> Rows:
 
 def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], frozen: int) -> str:
     """How many of the frozen parameters are quantized, and how."""
-    if adapter.quantize == "none":
+    if adapter.format is None:
         return ""
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
-    double = adapter.quantize == "nf4" and adapter.double_quantize
+    double = adapter.format.quantizes_scales and adapter.double_quantize
     scales = "with double quantization" if double else "with scales in fp32"
-    count = codes * FORMATS[adapter.quantize].per_byte
-    return f"; {count:,} frozen ones are in {adapter.quantize.upper()} {scales}, {frozen - count:,} are not quantized"
+    count = codes * adapter.format.per_byte
+    return f"; {count:,} frozen ones are in {adapter.format.title} {scales}, {frozen - count:,} are not quantized"
 
 
 def _execution(config: Config) -> str:

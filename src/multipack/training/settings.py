@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
+from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
 from multipack.planning.options import LossWeighting
 from multipack.training.rules import read_rule
@@ -141,10 +142,8 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    name: Literal[
-        "adamw", "adamw_bf16", "adamw_8bit", "adamw_8bit_bnb", "adamw_8bit_ao", "adamw_4bit_ao", "muon"
-    ] = "adamw"
-    """AdamW, its moments in 32, 16, 8 or 4 bits (bnb: by bitsandbytes, ao: torchao), or Muon for matrices of blocks."""
+    name: OptimizerName = DEFAULT_OPTIMIZER
+    """AdamW, its moments in 32, 16, 8 or 4 bits (ao: by torchao), or Muon for matrices of blocks."""
     lr: float = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: float = -1.0
@@ -204,12 +203,17 @@ class OptimizerConfig:
                 f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
                 f" that optimizer.lr was found with, got {self.reference_tokens}"
             )
-        if self.fused == "true" and self.name.startswith("adamw_"):
+        if self.fused == "true" and not OPTIMIZERS[self.name].has_fused:
             raise ValueError(
                 f"optimizer.fused=true: {self.name} has no fused kernel; use optimizer.fused=auto"
             )
         for text in self.rules:
             read_rule(text)
+
+    @property
+    def adam_options(self) -> dict[str, Any]:
+        """`lr`, `betas` and `eps`, the arguments of AdamW."""
+        return {"lr": self.lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
 
 
 @dataclass

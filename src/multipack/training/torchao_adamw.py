@@ -1,12 +1,9 @@
-"""AdamW of torchao with compact moments, whose state is kept as plain tensors, which checkpoints hold.
+"""AdamW of torchao with 4-bit moments (Li et al. 2023, arXiv:2309.01507) and a scale for every 128 elements.
 
-    adamw_8bit_ao   8 bits (Dettmers et al. 2022, arXiv:2110.02861), with a scale for every 256 elements
-    adamw_4bit_ao   4 bits (Li et al. 2023, arXiv:2309.01507), with a scale for every 128 elements
-
-Moments of torchao are subclasses of Tensor; their parts are slots of their own here, such as `exp_avg_codes`,
-`exp_avg_scale` and `exp_avg_qmap` (the table of values). Tensors of fewer than 4,096 elements, or of no whole number of
-blocks, have moments of the parameter's dtype. Codes are rounded to the nearest. Blocks are counted through the whole
-tensor, so that ranks cannot divide it.
+Moments of torchao are subclasses of Tensor, which checkpoints do not hold; their parts are slots of their own here:
+`exp_avg_codes`, `exp_avg_scale` and `exp_avg_qmap` (the table of values), and the same of `exp_avg_sq`. Tensors of
+fewer than 4,096 elements, or of no whole number of blocks, have moments of the parameter's dtype. Codes are rounded to
+the nearest. Blocks are counted through the whole tensor, so that ranks cannot divide it.
 
 torchao compiles the update of each shape of parameters. On a CPU that takes longer than many short runs and needs a C++
 compiler, so the same function runs uncompiled there; roundings differ in the last bit.
@@ -15,7 +12,6 @@ compiler, so the same function runs uncompiled there; roundings differ in the la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,27 +19,21 @@ import torch
 from torch import Tensor
 
 from multipack.machine import import_extra
+from multipack.training.optimizer import Groups
 from multipack.training.settings import OptimizerConfig
 
 
-def torchao_adamw(
-    kind: str, groups: Sequence[dict[str, Any]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """An optimizer of torchao over groups of parameters.
-
-    Args:
-        kind: name of the class in `torchao.optim`.
-        groups: of parameters, with `lr` and `weight_decay`.
-        config: other settings.
+def adamw_4bit_ao(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW4bit of torchao over groups of parameters.
 
     Raises:
         ImportError: torchao is not installed.
     """
     import_extra("torchao", f"optimizer.name={config.name}", "torchao")
-    base: Any = getattr(import_extra("torchao.optim", f"optimizer.name={config.name}", "torchao"), kind)
+    base: Any = import_extra("torchao.optim", f"optimizer.name={config.name}", "torchao").AdamW4bit
 
     class AdamW(base):  # type: ignore[misc]
-        """The optimizer of torchao; tensors of `state` are parts of its own, and share their memory."""
+        """AdamW4bit with a `state` of plain tensors, which share the memory of torchao's moments."""
 
         state: Any
 
@@ -70,9 +60,7 @@ def torchao_adamw(
                 if parameter not in parts:
                     parts[parameter] = _parts(moments)
 
-    made: torch.optim.Optimizer = AdamW(
-        list(groups) or [{"params": []}], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
-    )
+    made: torch.optim.Optimizer = AdamW(list(groups) or [{"params": []}], **config.adam_options)
     return made
 
 

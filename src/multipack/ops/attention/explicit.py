@@ -9,15 +9,14 @@ tile · length, not with length². Scores are computed in float32 (float64 for f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import gathered, heads_first, path_runs, repeat_heads, tokens_first
+from multipack.ops.attention.masks import tile_mask
+from multipack.ops.attention.runs import gathered, heads_first, path_runs, repeat_heads, tiles, tokens_first
 from multipack.ops.autocast import at_least_float32, in_autocast_dtype
 
 TILE_TOKENS = 128
@@ -58,14 +57,14 @@ def explicit(
     keys, values = (heads_first(repeat_heads(x, q), paths) for x in (k, v))
     parts = []
     for query, key, value in zip(heads_first(q, found), keys, values, strict=True):
-        tiles, before = [], key.shape[2] - query.shape[2]
-        for rows, columns in _tiles(query.shape[2], before, window):
-            visible = _visible(rows, columns, before, window, query.device)
+        outs, before = [], key.shape[2] - query.shape[2]
+        for rows, columns in tiles(query, key, before, window, TILE_TOKENS):
+            seen = tile_mask(rows, columns, before, window, query.device)
             tile = query[:, :, rows], key[:, :, columns], value[:, :, columns]
-            tiles.append(
-                checkpoint(weighted, *tile, visible, scale, softcap, sinks, dropout, use_reentrant=False)
+            outs.append(
+                checkpoint(weighted, *tile, seen, scale, softcap, sinks, dropout, use_reentrant=False)
             )
-        parts.append(torch.cat(tiles, dim=2))
+        parts.append(torch.cat(outs, dim=2))
     return tokens_first(parts)
 
 
@@ -126,17 +125,3 @@ def weighted(
             column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
             weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
         return (F.dropout(weights, dropout) @ v.to(wide)).to(q.dtype)
-
-
-def _tiles(length: int, before: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a document: slices of its queries, and of the keys that any of them sees; `before` are no queries."""
-    for start in range(0, length, TILE_TOKENS):
-        stop = min(start + TILE_TOKENS, length)
-        yield slice(start, stop), slice(max(0, before + start - window + 1) if window else 0, before + stop)
-
-
-def _visible(rows: slice, columns: slice, before: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys) bool: which keys of a tile each of its queries sees."""
-    queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, columns))
-    distance = queries[:, None] + before - keys
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

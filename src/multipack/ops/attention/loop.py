@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
+from multipack.ops.attention.masks import tile_mask
 from multipack.ops.attention.runs import (
     PathBlock,
     Run,
@@ -41,6 +42,7 @@ from multipack.ops.attention.runs import (
     path_runs,
     repeat_heads,
     runs,
+    tiles,
     tokens_first,
 )
 from multipack.ops.autocast import at_least_float32
@@ -58,7 +60,7 @@ TILE_TOKENS = 128
 skipped pairs save."""
 
 PATH_TILE_TOKENS = 512
-"""Queries in a tile of a node behind others: half of its own pairs are computed in vain, those behind it never."""
+"""Queries in a tile of a node behind others: half of its pairs with its own keys are masked."""
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
@@ -72,15 +74,10 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
     return out.to(q.dtype)
 
 
-def _tiles(queries: int, keys: int, before: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of queries, and of the keys that any of them sees: slices.
-
-    The first query has the position of key `before`, where there may be no key.
-    """
-    size = max(window, TILE_TOKENS) if window < before + queries else PATH_TILE_TOKENS
-    for start in range(0, queries, size):
-        stop = min(start + size, queries)
-        yield slice(start, stop), slice(max(0, before + start - window + 1), min(keys, before + stop))
+def _tiles(q: Tensor, k: Tensor, before: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """`tiles` of a size that suits the window."""
+    size = max(window, TILE_TOKENS) if window < before + q.shape[2] else PATH_TILE_TOKENS
+    return tiles(q, k, before, window, size)
 
 
 def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -> Tensor | None:
@@ -90,10 +87,8 @@ def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -
     """
     if not before and queries.stop <= window:
         return None
-    rows, columns = (torch.arange(x.start, x.stop, device=like.device) for x in (queries, keys))
-    distance = rows[:, None] + before - columns
-    unseen = (distance < 0) | (distance >= window)
-    return like.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+    seen = tile_mask(queries, keys, before, window, like.device)
+    return like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
 def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
@@ -142,7 +137,7 @@ def _attend(
     if _untiled(q, k, before, window):
         return kernel(q, k, v, is_causal=before == 0)
     parts = []
-    for rows, columns in _tiles(q.shape[2], k.shape[2], before, window):
+    for rows, columns in _tiles(q, k, before, window):
         band = _band(rows, columns, before, window, q)
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         parts.append(kernel(*tile, is_causal=band is None, attn_mask=band))
@@ -167,7 +162,7 @@ def _gradients(
         return dq, dk, dv
     # Tiles have keys in common, whose gradients are summed.
     parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    for rows, columns in _tiles(q.shape[2], k.shape[2], before, window):
+    for rows, columns in _tiles(q, k, before, window):
         band = _band(rows, columns, before, window, q)
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         part_lse = lse[:, :, rows].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`

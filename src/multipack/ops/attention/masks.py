@@ -107,6 +107,16 @@ def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | 
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, least)
 
 
+def tile_mask(rows: slice, columns: slice, before: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys) bool: which keys of a tile (runs.py) each of its queries sees.
+
+    The first query has the position of key `before`.
+    """
+    queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, columns))
+    distance = queries[:, None] + before - keys
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
 def check_window(window: int | None) -> None:
     """Check a window.
 

@@ -1,4 +1,4 @@
-"""Runs: neighboring documents of equal length, which one call of a batched attention kernel processes."""
+"""Runs: neighboring documents of equal length, which one call of a batched attention kernel processes; their tiles."""
 
 from __future__ import annotations
 
@@ -83,6 +83,17 @@ def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> 
                 if rows > 0:
                     yield PathBlock(slice(start, start + rows), slice(first + hidden, last), before)
         path.append((start, stop, end, position))
+
+
+def tiles(q: Tensor, k: Tensor, before: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of at most `size` queries of a run, and of the keys that any of them sees: slices.
+
+    Tensors are (documents, H, l, D). The first query has the position of key `before`, where there may be no key.
+    """
+    for start in range(0, q.shape[2], size):
+        stop = min(start + size, q.shape[2])
+        first = 0 if window is None else max(0, before + start - window + 1)
+        yield slice(start, stop), slice(first, min(k.shape[2], before + stop))
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

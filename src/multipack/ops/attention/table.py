@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,12 +16,11 @@ from multipack.data.batch import PackedBatch
 from multipack.ops.attention.flex import flex
 from multipack.ops.attention.loop import loop
 from multipack.ops.attention.masks import dense
-from multipack.ops.attention.varlen import flash, flash3, varlen, xformers
+from multipack.ops.attention.varlen import flash3, varlen, xformers
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, PackedBatch, int | None], Tensor]
 
 HALF = (torch.float16, torch.bfloat16)
-MULTIPLES_OF_8 = range(8, 257, 8)
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,10 @@ def find_backend(name: str) -> Backend:
     for row in BACKENDS:
         if row.name == name:
             return row
-    near = difflib.get_close_matches(name, [row.name for row in BACKENDS], n=1, cutoff=0.0)
-    raise ValueError(
-        f"attention={name} is unknown; did you mean {near[0]!r}? Choose auto or one of {names()}"
-    )
+    near = difflib.get_close_matches(name, [row.name for row in BACKENDS], n=1, cutoff=0.0)[0]
+    if name.startswith("flash"):
+        near = "varlen"  # FlashAttention-2 is built into torch
+    raise ValueError(f"attention={name} is unknown; did you mean {near!r}? Choose auto or one of {names()}")
 
 
 def names() -> str:
@@ -161,9 +160,8 @@ def backend_index(backend: str, *properties: Any) -> int:
 
 @cache
 def _installed(package: str) -> bool:
-    """Whether a package with a module of its own is there: FlashAttention-4 is `flash_attn.cute` in a bare folder."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
+    """Whether a package is there."""
+    return find_spec(package) is not None
 
 
 @cache
@@ -186,38 +184,23 @@ SDPA = (
 )
 """Operators behind `torch.nn.functional.scaled_dot_product_attention`."""
 
+_half_kernel = partial(
+    Backend, devices=("cuda",), dtypes=HALF, head_widths=range(8, 257, 8), generations=(8, NEWEST)
+)
+"""A row of a kernel with the limits of FlashAttention-2."""
 BACKENDS: tuple[Backend, ...] = (
-    Backend(
+    _half_kernel(
         name="flash3",
         function=flash3,
-        devices=("cuda",),
-        dtypes=HALF,
-        head_widths=MULTIPLES_OF_8,
         generations=(9, 9),
         operators=("flash_attn_3::",),
         needs="flash_attn_interface",
         install="the folder hopper/ of github.com/Dao-AILab/flash-attention",
         note="FlashAttention-3, for Hopper GPUs",
     ),
-    Backend(
-        name="flash",
-        function=flash,
-        devices=("cuda",),
-        dtypes=HALF,
-        head_widths=MULTIPLES_OF_8,
-        generations=(8, NEWEST),
-        operators=("flash_attn::",),
-        needs="flash_attn",
-        install="pip install flash-attn --no-build-isolation",
-        note="FlashAttention-2",
-    ),
-    Backend(
+    _half_kernel(
         name="varlen",
         function=varlen,
-        devices=("cuda",),
-        dtypes=HALF,
-        head_widths=MULTIPLES_OF_8,
-        generations=(8, NEWEST),
         operators=("torch_attn::_varlen_attn", "aten::_flash_attention_forward"),
         note="FlashAttention-2 as built into torch",
     ),
@@ -232,13 +215,9 @@ BACKENDS: tuple[Backend, ...] = (
         note="FlexAttention with the document mask's blocks, compiled when first used; not on a CPU, where it has no"
         " backward pass and is slower than the loop",
     ),
-    Backend(
+    _half_kernel(
         name="xformers",
         function=xformers,
-        devices=("cuda",),
-        dtypes=HALF,
-        head_widths=MULTIPLES_OF_8,
-        generations=(8, NEWEST),
         compiles=(),
         operators=("xformers",),
         needs="xformers",

@@ -1,8 +1,8 @@
-"""Backends whose kernels take `cu_seqlens`: flash-attn, torch's own and xFormers.
+"""Backends whose kernels take `cu_seqlens`: FlashAttention-3, torch's own and xFormers.
 
-All run on GPUs, in half precision, and skip masked pairs. Arguments are those of `attention`. The windows of flash-attn
-and torch count the tokens before the query; `window` also counts the query. With other bounds of keys than of queries,
-those of paths, all align the last query with the last key (in flash-attn since version 2.1).
+All run on GPUs, in half precision, and skip masked pairs. Arguments are those of `attention`. The windows of
+FlashAttention-3 and torch count the tokens before the query; `window` also counts the query. With other bounds of keys
+than of queries, the bounds of paths, all align the last query with the last key.
 """
 
 from __future__ import annotations
@@ -29,18 +29,8 @@ def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
     return result
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """FlashAttention-2 (Dao 2023, arXiv:2307.08691)."""
-    from flash_attn import flash_attn_varlen_func
-
-    result: Tensor = flash_attn_varlen_func(
-        q, *gathered(k, v, batch), *_bounds(batch), causal=True, window_size=_left_and_right(window)
-    )
-    return result
-
-
 def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; (n, 0) as its window makes it causal."""
+    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as torch ships it; (n, 0) as its window makes it causal."""
     from torch.nn.attention.varlen import varlen_attn
 
     inputs, window_size = (q, *gathered(k, v, batch), *_bounds(batch)), _left_and_right(window)

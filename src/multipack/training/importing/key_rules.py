@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from multipack.parallel.optimizers import OPTIMIZERS, OptimizerName
 from multipack.training.importing.data_sets import data_settings
 from multipack.training.importing.models import is_own, model_type
 from multipack.training.importing.outcome import NOTHING, Honored, Keys, NotHonored
@@ -49,7 +50,7 @@ def watchdog(value: Any, keys: Keys) -> Honored:
     )
 
 
-_OPTIMIZERS = {
+_OPTIMIZERS: dict[str, tuple[OptimizerName, str]] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("adamw", "")),
     "paged_adamw_32bit": ("adamw", "its states are not paged: parallel.offload keeps them on the host"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), ("adamw_8bit", "")),
@@ -66,7 +67,7 @@ def optimizer(value: Any, keys: Keys) -> Honored:
     if value not in _OPTIMIZERS:
         raise NotHonored(f"optimizer={value}: there are {', '.join(_OPTIMIZERS)}")
     name, note = _OPTIMIZERS[value]
-    if name == "adamw_4bit_ao" and any(keys.get(each) for each in _DIVIDING):
+    if OPTIMIZERS[name].needs == "tensor" and any(keys.get(each) for each in _DIVIDING):
         name, note = "adamw_8bit", "its states have 8 bits instead of 4, because ranks divide tensors"
     return Honored({"optimizer.name": name}, note)
 

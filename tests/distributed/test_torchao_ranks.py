@@ -1,4 +1,4 @@
-"""AdamW of bitsandbytes and torchao on two ranks, compared with one process."""
+"""AdamW of torchao on two ranks, compared with one process."""
 
 import pytest
 import sharding as tiny
@@ -18,15 +18,11 @@ def result(out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [("adamw_8bit_bnb", "bitsandbytes"), ("adamw_8bit_ao", "torchao"), ("adamw_4bit_ao", "torchao")],
-)
 @pytest.mark.parametrize("data", ["ddp", "zero1"])
-def test_two_ranks_equal_one_process_and_one_continues(data, name, package, tmp_path, pools):
-    pytest.importorskip(package, reason=f"{package} is not installed")
+def test_two_ranks_equal_one_process_and_one_continues(data, tmp_path, pools):
+    pytest.importorskip("torchao", reason="torchao is not installed")
     model = "model=tiny model.d_model=64 model.d_ff=128 model.layers=2 tokenizer=byte log.every=0"
-    words = [*short_run(tmp_path), *model.split(), f"optimizer.name={name}"]
+    words = [*short_run(tmp_path), *model.split(), "optimizer.name=adamw_4bit_ao"]
     one, two = tmp_path / "one", tmp_path / "two"
     train(compose([*words, f"out={one}"]))
     steady = [*words, f"parallel.data={data}", "train.steps=2", "optimizer.decay_steps=4"]

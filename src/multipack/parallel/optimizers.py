@@ -1,0 +1,82 @@
+"""Optimizers: the bytes of their states, and what they need whole on a rank. No torch.
+
+An optimizer is a name, a row in `OPTIMIZERS`, and a function of that name in training/, from groups of parameters and
+`OptimizerConfig` to an optimizer of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from multipack.parallel.parallel_config import ParallelConfig
+
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit_ao", "muon"]
+"""Values of `optimizer.name`."""
+DEFAULT_OPTIMIZER: OptimizerName = "adamw"
+SMALLER_STATES: tuple[OptimizerName, ...] = ("adamw_bf16", "adamw_8bit")
+"""What `multipack advise` tries where the state of the default does not fit, largest state first."""
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """An optimizer.
+
+    Attributes:
+        title: the algorithm, in the header of a run.
+        module: of training/, with its function.
+        state_bytes: bytes of the moments of an element, with their scales.
+        matrix_bytes: the same in matrices of blocks, if it updates only these and AdamW all others.
+        needs: what a rank must hold whole, on the device, to update an element.
+        has_fused: whether `optimizer.fused` applies.
+    """
+
+    title: str
+    module: str
+    state_bytes: float
+    matrix_bytes: float | None = None
+    needs: Literal["element", "row", "matrix", "tensor"] = "element"
+    has_fused: bool = False
+
+    @property
+    def for_matrices(self) -> bool:
+        """Whether it updates matrices of blocks only."""
+        return self.matrix_bytes is not None
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
+    "adamw": OptimizerRow("AdamW", "optimizer", 8, has_fused=True),
+    "adamw_bf16": OptimizerRow("AdamW with bfloat16 moments", "compact_adamw", 4),
+    "adamw_8bit": OptimizerRow("AdamW with 8-bit moments", "compact_adamw", 2 + 8 / 256, needs="row"),
+    "adamw_4bit_ao": OptimizerRow(
+        "AdamW of torchao with 4-bit moments", "torchao_adamw", 1 + 8 / 128, needs="tensor"
+    ),
+    "muon": OptimizerRow("Muon", "optimizer", 8, matrix_bytes=4, needs="matrix", has_fused=True),
+}
+
+
+def check_optimizer(name: OptimizerName, parallel: ParallelConfig) -> None:
+    """Check that ranks and offload leave whole what an optimizer needs whole.
+
+    Raises:
+        ValueError: they do not; the message names the settings and the nearest legal choices.
+    """
+    needs = OPTIMIZERS[name].needs
+    if needs == "matrix" and parallel.offloads_parameters:
+        raise ValueError(
+            f"optimizer.name={name} multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
+            f" host: use parallel.offload=none, or optimizer.name={DEFAULT_OPTIMIZER}"
+        )
+    if needs == "row" and parallel.tensor > 1:
+        raise ValueError(
+            f"optimizer.name={name} has scales of 256 neighboring columns, which parallel.tensor={parallel.tensor}"
+            " divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
+        )
+    if needs == "tensor" and (parallel.uses_fsdp or parallel.offload != "none"):
+        plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
+        setting = next((each for each, value in plain.items() if getattr(parallel, each) != value), "data")
+        raise ValueError(
+            f"optimizer.name={name} updates whole tensors on the device, which parallel.{setting}="
+            f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
+            " or optimizer.name=adamw_8bit"
+        )
