@@ -43,7 +43,7 @@ def test_a_leak_has_exit_code_1():
     report = json.loads(probe("opt", "--json").output)
     assert not report["ok"]
     assert {key: report["leaks"][0][key] for key in ("from", "into")} == {"from": 0, "into": 1}
-    assert report["findings"][0]["cause"] == "attention"
+    assert report["findings"][0]["cause"] == "leak"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_mod
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.integrations import attention_interface
-from multipack.integrations.probe_documents import packed_batch
+from multipack.integrations.probe_batch import packed_batch
 from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
@@ -335,7 +335,7 @@ def test_a_folder_without_weights_starts_with_random_ones(tmp_path):
 def test_a_model_that_mixes_documents_is_refused_with_the_reason(tmp_path):
     save_model("jamba", tmp_path / "base")
     words = [*run_words(tmp_path, tmp_path / "base"), f"out={tmp_path / 'run'}"]
-    with pytest.raises(ValueError, match=r"model=hf:.*recurrent: state of a recurrent layer is carried"):
+    with pytest.raises(ValueError, match=r"model=hf:.*documents of a row are mixed: blocks\.0\.mamba"):
         train(compose_run(words))
     assert not (tmp_path / "run").exists()
 

@@ -32,8 +32,8 @@ def probe(
       multipack probe gpt_oss
 
     Changes one document of a small packed batch and watches the others,
-    compares each document with itself alone, and names the cause of every
-    leak and what to change. Exit code 1 if something is wrong. Folders
+    compares each document with itself alone, and names the first module
+    that differs and what to change. Exit code 1 if something is wrong. Folders
     without weights are probed with random ones. Nothing is downloaded.
     """
     from multipack.integrations.probe import isolation_probe

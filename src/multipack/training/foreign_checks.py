@@ -15,7 +15,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Document
 from multipack.integrations.probe import isolation_probe
-from multipack.integrations.probe_documents import packed_batch
+from multipack.integrations.probe_batch import packed_batch
 from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, check_documents, foreign_shape, open_foreign, read_config

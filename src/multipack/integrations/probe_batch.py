@@ -1,4 +1,4 @@
-"""Batches of the isolation probe: where its documents are, which fields are wrong, and repairs to try.
+"""Batches of the isolation probe: its documents, how they are packed, where they are, and fields that are wrong.
 
 Fields are read by their names in transformers (`position_ids`, `cu_seq_lens_q`, `max_length_q`, `seq_idx`, `labels`,
 `attention_mask`, `use_cache`) or in `PackedBatch` (`cu_seqlens`, `max_seqlen`, `targets`).
@@ -6,22 +6,100 @@ Fields are read by their names in transformers (`position_ids`, `cu_seq_lens_q`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multipack.data.batch import IGNORE, PackedBatch
-from multipack.integrations.probe_documents import Documents
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.integrations.collator import PackedDataCollator
 from multipack.integrations.probe_report import ProbeFinding
+from multipack.planning.lengths import check_integer, check_lengths, short
 
+Documents = Sequence[Sequence[int]]
 BOUNDS, LONGEST = (
     ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
     ("max_length_q", "max_length_k", "max_seqlen"),
 )
+
+
+def transformers_batch(documents: Documents, **collator: Any) -> dict[str, Any]:
+    """Documents as `PackedDataCollator` packs them for a model of transformers, with its arguments."""
+    return PackedDataCollator(**collator)([{"input_ids": list(document)} for document in documents])
+
+
+def packed_batch(documents: Documents) -> PackedBatch:
+    """Documents as a `PackedBatch` in which every token but the first of a document is a target."""
+    collate = PackedCollator(len(documents), max(map(len, documents)))
+    tokens = [np.array(document, dtype=np.uint32) for document in documents]
+    return collate([Document(each, np.array([[0, len(each)]])) for each in tokens])
+
+
+def find_vocabulary_size(model: Any, config: Any) -> int:
+    """Size of the vocabulary.
+
+    Raises:
+        ValueError: the model has neither a configuration nor an embedding that says it.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    sizes = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
+    if config is not None:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if getattr(text, "vocab_size", None):
+            return int(text.vocab_size)
+    if own := getattr(getattr(model, "shape", None), "vocabulary_size", None):
+        return int(own)
+    if not sizes:
+        raise ValueError("the model has no embedding: pass vocabulary_size=…")
+    return max(sizes)
+
+
+def special_tokens(config: Any) -> set[int]:
+    """Tokens that a configuration gives a meaning: padding, images and others."""
+    found: set[int] = set()
+    for part in (config, getattr(config, "text_config", None)):
+        for name, value in vars(part).items() if part is not None else ():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                found.update(
+                    each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
+                )
+    return found
+
+
+def draw_tokens(
+    lengths: tuple[int, ...], size: int, special: set[int]
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Documents of distinct tokens, as far as the vocabulary allows, and as many other tokens for each."""
+    sizes = check_lengths(lengths).tolist()
+    if len(sizes) < 2:
+        raise ValueError(f"lengths={short(lengths)}: the probe needs at least two documents")
+    size = check_integer("vocabulary_size", size)
+    allowed = torch.tensor([token for token in range(min(size, 1 << 16)) if token not in special])
+    if len(allowed) < 2:
+        raise ValueError(
+            f"a vocabulary of {size:,} tokens, {len(special)} of them special, leaves none to change: pass a larger"
+            " vocabulary_size"
+        )
+    generator = torch.Generator().manual_seed(0)
+    drawn = allowed[torch.randperm(len(allowed), generator=generator)]
+    total = sum(sizes)
+    if len(allowed) < total:
+        drawn = allowed[torch.randint(len(allowed), (total,), generator=generator)]
+    others = torch.roll(drawn, -total)[:total] if len(drawn) >= 2 * total else drawn[:total].clone()
+    if len(drawn) < 2 * total:  # the next token of the vocabulary
+        order = {int(token): int(allowed[(place + 1) % len(allowed)]) for place, token in enumerate(allowed)}
+        others = torch.tensor([order[int(token)] for token in others])
+    parts = torch.split(drawn[:total], sizes)
+    return [part.tolist() for part in parts], list(torch.split(others, sizes))
+
+
+# --- where the documents are ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,107 +317,13 @@ def _wrong_targets(batch: PlacedBatch, ids: list[int], targets: list[int]) -> It
             return
 
 
-# --- repairs ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A change of a batch that may end a leak, and what it means if it does."""
-
-    finding: ProbeFinding
-    apply: Callable[[PlacedBatch], PlacedBatch]
-
-
-def repairs(batch: PlacedBatch, has_cache: bool) -> list[Repair]:
-    """Changes to try, each alone and then together.
-
-    Args:
-        batch: the batch that leaks.
-        has_cache: the model has an argument `use_cache`.
-    """
-    values, found = batch.values, []
-    if has_cache and values.get("use_cache") is not False:
-        text = "use_cache is not False: with a cache, transformers builds one causal mask over all documents"
-        found.append(
-            Repair(
-                ProbeFinding("cache", text, "pass use_cache=False with every packed batch"),
-                lambda b: b.with_values(use_cache=False),
-            )
-        )
-    if values.get("attention_mask") is not None:
-        text = (
-            "attention_mask is present: document bounds are then not read from position_ids, and a 4D mask replaces"
-            " sliding windows"
-        )
-        found.append(
-            Repair(
-                ProbeFinding("mask", text, "pass no attention_mask with packed batches"),
-                lambda b: b.with_values(attention_mask=None),
-            )
-        )
-    positions = true_positions(batch)
-    given = values.get("position_ids")
-    if _per_slot(given, batch) != positions.reshape(-1).tolist():
-        text = (
-            "there are no position_ids"
-            if given is None
-            else "position_ids do not restart at 0 in every document"
-        )
-        remedy = "count position_ids from 0 in every document and pass them"
-        found.append(
-            Repair(ProbeFinding("positions", text, remedy), lambda b: b.with_values(position_ids=positions))
-        )
-    found += _bounds_repair(batch)
-    if batch.ids.dim() == 2 and len(batch.ids) > 1:
-        text = f"the batch has {len(batch.ids)} packed rows, and this attention reads bounds in one row only"
-        found.append(
-            Repair(
-                ProbeFinding("rows", text, "pack into one row: batch size 1 with a larger capacity"),
-                _flattened,
-            )
-        )
-    return found
-
-
-def _bounds_repair(batch: PlacedBatch) -> list[Repair]:
-    values, bounds = batch.values, _true_bounds(batch)
-    names = [name for name in BOUNDS if name in values] or ["cu_seq_lens_q", "cu_seq_lens_k"]
-    is_right = all(
-        isinstance(values.get(name), Tensor) and not _bounds_problem(values[name], batch) for name in names
-    )
-    if is_right:
-        return []
-    longest = int(bounds.diff().max())
-    new: dict[str, Any] = dict.fromkeys(names, bounds)
-    new |= dict.fromkeys(
-        [name for name in LONGEST if name in values] or ["max_length_q", "max_length_k"], longest
-    )
-    if isinstance(batch.given, PackedBatch):
-        new["lengths"] = tuple(bounds.diff().tolist())
-    what = "are wrong" if any(name in values for name in BOUNDS) else "are missing"
-    text = f"cu_seq_lens {what}, and this attention reads bounds from nothing else"
-    return [Repair(ProbeFinding("bounds", text, f"pass {', '.join(new)}"), lambda b: b.with_values(**new))]
-
-
-def true_positions(batch: PlacedBatch) -> Tensor:
-    """`position_ids` that restart in every document; slots outside documents keep theirs, or count on."""
-    given = batch.values.get("position_ids")
-    like = torch.arange(batch.width, device=batch.ids.device).expand(batch.ids.shape)
-    positions = (given if isinstance(given, Tensor) and given.shape == batch.ids.shape else like).clone()
-    for start, end in batch.spans:
-        positions.view(-1)[start:end] = torch.arange(end - start, device=positions.device)
-    return positions
-
-
-def _flattened(batch: PlacedBatch) -> PlacedBatch:
-    """All rows as one, with positions that restart and bounds."""
-    rows = {
-        name: value.reshape(1, -1)
-        for name, value in batch.values.items()
-        if isinstance(value, Tensor) and value.shape == batch.ids.shape
+def other_conventions(batch: PlacedBatch, config: Any) -> list[str]:
+    """What a batch for a model of transformers lacks of the conventions that keep documents apart in its attention."""
+    values = batch.values
+    kept = {
+        "use_cache=False": values.get("use_cache", getattr(config, "use_cache", False)) is False,
+        "no attention_mask": values.get("attention_mask") is None,
+        "position_ids": values.get("position_ids") is not None,
+        "one row": batch.ids.numel() == batch.width,
     }
-    bounds = _true_bounds(batch)
-    rows |= {"position_ids": true_positions(batch).reshape(1, -1)}
-    return batch.with_values(
-        **rows, **dict.fromkeys(BOUNDS[:2], bounds), **dict.fromkeys(LONGEST[:2], int(bounds.diff().max()))
-    )
+    return [convention for convention, holds in kept.items() if not holds]
