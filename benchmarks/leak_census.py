@@ -27,17 +27,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import windows_of
-from multipack.integrations.probe import isolation_probe
-from multipack.integrations.probe_batch import transformers_batch
-from multipack.integrations.tiny_models import tiny_model
+from multipack.integrations.collator import PackedDataCollator, windows_of
+from multipack.models.probe import isolation_probe
+from multipack.models.probe_batch import transformers_batch
+from multipack.models.tiny_models import tiny_model
 from result import parser_of, write_result
 
 PAGE = Path(__file__).parents[1] / "docs" / "leak-census.md"
@@ -56,7 +55,8 @@ def plain_batch(documents: Any) -> dict[str, Any]:
 
 
 def masked(model: Any) -> Any:
-    return partial(transformers_batch, returns="4d_mask", window=windows_of(model.config))
+    collate = PackedDataCollator("4d_mask", window=windows_of(model.config))
+    return lambda documents: collate([{"input_ids": list(document)} for document in documents])
 
 
 def verdict(model: Any, make_batch: Any = None) -> dict[str, str]:

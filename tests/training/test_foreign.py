@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_model
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.integrations import attention_interface
-from multipack.integrations.probe_batch import packed_batch
-from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
+from multipack.models.probe_batch import packed_batch
+from multipack.models.tiny_models import tiny_config
+from multipack.ops.attention import foreign_attention
 from multipack.ops.lora import FORMATS
 from multipack.run import RunDirectory
 from multipack.training.blueprint import open_engine
@@ -136,9 +136,9 @@ def test_code_that_cannot_share_tokens_is_refused(tmp_path, monkeypatch):
     shape = foreign_shape(str(tmp_path))
     check_isolated(shape, torch.device("cpu"), shares=True)
     monkeypatch.setattr(
-        attention_interface,
+        foreign_attention,
         "_tree",
-        lambda bounds, *_: attention_interface._batch(tuple(bounds[:-1]), bounds[-1], torch.device("cpu")),
+        lambda bounds, *_: foreign_attention._batch(tuple(bounds[:-1]), bounds[-1], torch.device("cpu")),
     )
     check_isolated(shape, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model=hf:.*use data\.share_prefixes=off"):

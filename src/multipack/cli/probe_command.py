@@ -36,7 +36,7 @@ def probe(
     that differs and what to change. Exit code 1 if something is wrong. Folders
     without weights are probed with random ones. Nothing is downloaded.
     """
-    from multipack.integrations.probe import isolation_probe
+    from multipack.models.probe import isolation_probe
     from multipack.reports.console import Console
 
     built, description = _load(model, attention or None, tiny)
@@ -56,7 +56,7 @@ def probe(
 
 def _load(source: str, attention: str | None, tiny: bool) -> tuple[Any, str]:
     """The model, and its description."""
-    from multipack.integrations.tiny_models import load_causal_model
+    from multipack.models.tiny_models import load_causal_model
     from multipack.run import is_export
     from multipack.shapes import SHAPES
 

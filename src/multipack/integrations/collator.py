@@ -15,7 +15,6 @@ ignores document boundaries. Given the documents of an ordinary loader, or a pad
 
 from __future__ import annotations
 
-import importlib.util
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multipack.data.batch import IGNORE
-from multipack.planning.lengths import check_integer, check_integers, name_documents, short
+from multipack.ops.attention.model_inputs import check_rotations
+from multipack.ops.attention.row_mask import makes_document_masks
+from multipack.planning.lengths import check_integer, check_integers, short
 from multipack.planning.options import check_choice
 from multipack.shapes import RotationLimit
 
@@ -343,32 +344,3 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
     if "sliding_attention" in kinds:  # such a model chooses a mask by the type of each layer
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     return None if kinds else window
-
-
-def check_rotations(
-    limit: RotationLimit | None,
-    lengths: Integers,
-    where: str,
-    instead: str = "truncate or filter these documents",
-) -> None:
-    """Check that a model does not rotate documents of a row by the length of another one.
-
-    Args:
-        limit: of the model's rotary positions; None = they do not depend on lengths.
-        lengths: (documents,) tokens of each document.
-        where: what holds the documents, for the message.
-        instead: what to do about longer ones, for the message.
-
-    Raises:
-        ValueError: a document is longer than the limit.
-    """
-    if limit is not None and (long := lengths > limit.tokens).any():
-        raise ValueError(
-            f"{where}: {name_documents(lengths, long)}, and {limit}, and with them the other documents of their rows:"
-            f" {instead}, or use multipack train train.init_from=FOLDER, which rotates each by its own length"
-        )
-
-
-def makes_document_masks() -> bool:
-    """Whether transformers makes masks of documents from `position_ids`, and knows the windows of layers (≥ 4.53)."""
-    return importlib.util.find_spec("transformers.masking_utils") is not None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multipack.integrations.probe_batch import PlacedBatch
+from multipack.models.probe_batch import PlacedBatch
 
 Rows = dict[str, Tensor]
 """Place of a tensor in a module's arguments or outputs → (n, …) its rows of one document."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multipack.integrations.collator import makes_document_masks
-from multipack.integrations.probe_batch import (
+from multipack.models.probe_batch import (
     Documents,
     PlacedBatch,
     draw_tokens,
@@ -32,8 +31,9 @@ from multipack.integrations.probe_batch import (
     transformers_batch,
     wrong_fields,
 )
-from multipack.integrations.probe_report import IsolationReport, ProbeFinding
-from multipack.integrations.probe_trace import Run, first_module
+from multipack.models.probe_report import IsolationReport, ProbeFinding
+from multipack.models.probe_trace import Run, first_module
+from multipack.ops.attention.row_mask import makes_document_masks
 from multipack.planning.lengths import short
 from multipack.shapes import rotation_limit
 

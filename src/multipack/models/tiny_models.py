@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from multipack.integrations.attention_interface import register
-from multipack.integrations.row_mask import NAME
 from multipack.machine import import_extra
+from multipack.ops.attention.foreign_attention import register
+from multipack.ops.attention.row_mask import NAME
 from multipack.shapes import SIZES
 from multipack.untrusted import config_from_folder, from_folder
 

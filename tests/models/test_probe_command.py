@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from multipack import Decoder, ModelShape
 from multipack.cli import app
-from multipack.integrations.tiny_models import load_causal_model, tiny_model
+from multipack.models.tiny_models import load_causal_model, tiny_model
 
 transformers = pytest.importorskip("transformers", "4.53", "transformers makes masks of documents since 4.53")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.integrations.collator import PackedDataCollator
-from multipack.integrations.probe_report import ProbeFinding
+from multipack.models.probe_report import ProbeFinding
+from multipack.ops.attention.model_inputs import model_inputs
 from multipack.planning.lengths import check_integer, check_lengths, short
 
 Documents = Sequence[Sequence[int]]
@@ -29,9 +29,9 @@ BOUNDS, LONGEST = (
 )
 
 
-def transformers_batch(documents: Documents, **collator: Any) -> dict[str, Any]:
-    """Documents as `PackedDataCollator` packs them for a model of transformers, with its arguments."""
-    return PackedDataCollator(**collator)([{"input_ids": list(document)} for document in documents])
+def transformers_batch(documents: Documents) -> dict[str, Any]:
+    """Documents as the arguments of a model of transformers, without labels."""
+    return model_inputs(packed_batch(documents))
 
 
 def packed_batch(documents: Documents) -> PackedBatch:

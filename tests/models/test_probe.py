@@ -9,7 +9,7 @@ from torch import nn
 
 import multipack
 from multipack import Decoder, ModelShape, isolation_probe
-from multipack.integrations.probe_batch import packed_batch, transformers_batch
+from multipack.models.probe_batch import packed_batch, transformers_batch
 
 transformers = pytest.importorskip("transformers", "4.53", "transformers makes masks of documents since 4.53")
 
