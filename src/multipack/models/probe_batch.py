@@ -86,17 +86,13 @@ def draw_tokens(
             f"a vocabulary of {size:,} tokens, {len(special)} of them special, leaves none to change: pass a larger"
             " vocabulary_size"
         )
-    generator = torch.Generator().manual_seed(0)
-    drawn = allowed[torch.randperm(len(allowed), generator=generator)]
-    total = sum(sizes)
-    if len(allowed) < total:
-        drawn = allowed[torch.randint(len(allowed), (total,), generator=generator)]
-    others = torch.roll(drawn, -total)[:total] if len(drawn) >= 2 * total else drawn[:total].clone()
-    if len(drawn) < 2 * total:  # the next token of the vocabulary
-        order = {int(token): int(allowed[(place + 1) % len(allowed)]) for place, token in enumerate(allowed)}
-        others = torch.tensor([order[int(token)] for token in others])
-    parts = torch.split(drawn[:total], sizes)
-    return [part.tolist() for part in parts], list(torch.split(others, sizes))
+    generator, total, choices = torch.Generator().manual_seed(0), sum(sizes), len(allowed)
+    if choices >= total:
+        drawn = torch.randperm(choices, generator=generator)[:total]
+    else:
+        drawn = torch.randint(choices, (total,), generator=generator)
+    tokens, others = allowed[drawn], allowed[(drawn + choices // 2) % choices]
+    return [part.tolist() for part in torch.split(tokens, sizes)], list(torch.split(others, sizes))
 
 
 # --- where the documents are ------------------------------------------------------------------------
@@ -131,10 +127,9 @@ class PlacedBatch:
         return self.ids.shape[-1]
 
     def with_values(self, **values: Any) -> PlacedBatch:
-        """The same batch with other fields; None removes a field of a mapping."""
+        """The same batch with other fields."""
         if isinstance(self.given, Mapping):
-            merged = {**self.given, **values}
-            return replace(self, given={name: value for name, value in merged.items() if value is not None})
+            return replace(self, given={**self.given, **values})
         return replace(self, given=replace(self.given, **values))
 
     def with_tokens(self, number: int, tokens: Tensor) -> PlacedBatch:
@@ -192,11 +187,7 @@ def wrong_fields(batch: PlacedBatch) -> Iterator[ProbeFinding]:
     """Fields that contradict the documents."""
     yield from _wrong_bounds(batch)
     yield from _wrong_rows(batch)
-    values, flat = batch.values, batch.ids.reshape(-1)
-    if isinstance(values.get("labels"), Tensor):
-        yield from _wrong_labels(batch, flat.tolist(), values["labels"].reshape(-1).tolist())
-    if isinstance(values.get("targets"), Tensor):
-        yield from _wrong_targets(batch, flat.tolist(), values["targets"].reshape(-1).tolist())
+    yield from _wrong_targets(batch)
 
 
 def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
@@ -207,7 +198,7 @@ def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
             yield ProbeFinding(
                 "bounds",
                 f"{name}={bounds.tolist()} {why}",
-                f"bounds are int32 and rise from 0 to the number of slots: {_true_bounds(batch).tolist()}",
+                f"give int32 bounds of every document, from 0 to {batch.ids.numel()}",
             )
             break
     short = [name for name in LONGEST if values.get(name) is not None and int(values[name]) < longest]
@@ -229,12 +220,6 @@ def _bounds_problem(bounds: Tensor, batch: PlacedBatch) -> str:
         if not {start, end} <= set(found) or any(start < bound < end for bound in found):
             return f"does not bound document {number}, which has slots {start} to {end}"
     return ""
-
-
-def _true_bounds(batch: PlacedBatch) -> Tensor:
-    bounds = {0, batch.ids.numel(), *(bound for span in batch.spans for bound in span)}
-    bounds |= set(range(0, batch.ids.numel(), batch.width))
-    return torch.tensor(sorted(bounds), dtype=torch.int32, device=batch.ids.device)
 
 
 def _wrong_rows(batch: PlacedBatch) -> Iterator[ProbeFinding]:
@@ -268,51 +253,30 @@ def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:
     return tensor.reshape(-1).tolist()
 
 
-def _wrong_labels(batch: PlacedBatch, ids: list[int], labels: list[int]) -> Iterator[ProbeFinding]:
-    """Labels that the model shifts: the label of a slot is its own token."""
-    wrong = [
-        slot
-        for start, end in batch.spans
-        for slot in range(start + 1, end)
-        if labels[slot] not in (IGNORE, ids[slot])
-    ]
-    if wrong:
-        inside = [slot for start, end in batch.spans for slot in range(start, end - 1)]
-        shifted = all(labels[slot] in (IGNORE, ids[slot + 1]) for slot in inside)
-        yield ProbeFinding(
-            "labels",
-            "labels are already shifted, and the model shifts them again"
-            if shifted
-            else f"labels[{wrong[0]}]={labels[wrong[0]]} is neither {IGNORE} nor the token {ids[wrong[0]]} of its slot",
-            f"labels are a copy of input_ids, {IGNORE} where there is no target",
-        )
+def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    """Targets, or labels, which are targets before the model shifts them, of other tokens than the next ones."""
+    ids, labels = batch.ids.reshape(-1).tolist(), _per_slot(batch.values.get("labels"), batch)
+    targets = _per_slot(batch.values.get("targets"), batch) if labels is None else [*labels[1:], IGNORE]
+    if targets is None:
         return
-    for number, (start, _) in enumerate(batch.spans, 1):
-        if start % batch.width and labels[start] != IGNORE:
-            yield ProbeFinding(
-                "border",
-                f"the first label of document {number} is {labels[start]}: the last token of the document before it is"
-                " trained to predict it",
-                f"set the first label of every document to {IGNORE}",
-            )
-            return
-
-
-def _wrong_targets(batch: PlacedBatch, ids: list[int], targets: list[int]) -> Iterator[ProbeFinding]:
-    """Targets that are shifted already: the target of a slot is the next token."""
     for number, (start, end) in enumerate(batch.spans, 1):
-        if targets[end - 1] != IGNORE:
+        if any(targets[slot] not in (IGNORE, ids[slot + 1]) for slot in range(start, end - 1)):
+            text, remedy = (
+                f"targets of document {number} are not its next tokens",
+                "targets are the next tokens",
+            )
+            if labels is not None:
+                text = f"labels of document {number} are not its tokens: the model shifts them"
+                remedy = f"labels are a copy of input_ids, {IGNORE} where there is no target"
+            yield ProbeFinding("labels", text, remedy)
+            return
+    for number, (_, end) in enumerate(batch.spans, 1):
+        if targets[end - 1] != IGNORE and (labels is None or end % batch.width):
+            field = "last target" if labels is None else "first label"
             yield ProbeFinding(
                 "border",
-                f"the last target of document {number} is {targets[end - 1]}, a token of the next document",
-                f"set the last target of every document to {IGNORE}",
-            )
-            return
-        if any(targets[slot] not in (IGNORE, ids[slot + 1]) for slot in range(start, end - 1)):
-            yield ProbeFinding(
-                "labels",
-                f"targets of document {number} are not its next tokens",
-                "the target of a slot is the token of the next slot",
+                f"the last token of document {number} is trained to predict {targets[end - 1]}, of another document",
+                f"set the {field} of every document to {IGNORE}",
             )
             return
 
