@@ -32,7 +32,7 @@ from multipack.models.probe_batch import (
     wrong_fields,
 )
 from multipack.models.probe_report import IsolationReport, ProbeFinding
-from multipack.models.probe_trace import Run, first_module
+from multipack.models.probe_trace import Watched, first_module
 from multipack.ops.attention.row_mask import makes_document_masks
 from multipack.planning.lengths import short
 from multipack.shapes import rotation_limit
@@ -68,7 +68,7 @@ def isolation_probe(
             a method, else `model(batch)`.
         lengths: tokens of each document. A sliding window, or a rotation by length (`IsolationReport.limit`), shows
             its effect only in documents that are longer.
-        vocabulary_size: tokens are below it; by default that of the model's embedding.
+        vocabulary_size: tokens are below it; by default the size of the embedding.
 
     Raises:
         ValueError: the batch does not hold the documents, or the outputs have no row for each token.
@@ -204,7 +204,7 @@ class _Probe:
     def leak_tolerance(self) -> float:
         """Largest relative change by another document that counts as none.
 
-        The batches have one shape, so that even 16-bit outputs are the same, except those of experts: the number of
+        The batches have one shape, so that even 16-bit outputs are the same, except outputs of experts: the number of
         tokens that an expert computes together depends on the other documents.
         """
         modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
@@ -282,8 +282,8 @@ class _Probe:
         """The first module that the largest leak goes through."""
         source, target = max(leaks, key=lambda pair: leaks[pair])
         changed = batch.with_tokens(source, self.others[source])
-        runs = Run(batch, target), Run(changed, target)
-        where = first_module(self.model, self.run, *runs, self.leak_tolerance)
+        watched = Watched(batch, target), Watched(changed, target)
+        where = first_module(self.model, self.run, *watched, self.leak_tolerance)
         otherwise = "let it read the bounds of documents, or train one document per row"
         if self.config is not None:
             otherwise = _or_newer(
@@ -295,8 +295,8 @@ class _Probe:
     def _mismatch(self, batch: PlacedBatch, differences: tuple[float, ...], remedy: str) -> ProbeFinding:
         """The first module of the document that differs most from itself alone."""
         number = differences.index(max(differences))
-        runs = Run(self.alone(number), 0), Run(batch, number)
-        where = first_module(self.model, self.run, *runs, self.tolerance)
+        watched = Watched(self.alone(number), 0), Watched(batch, number)
+        where = first_module(self.model, self.run, *watched, self.tolerance)
         otherwise = "let it count positions and windows inside each document, or train one document per row"
         return ProbeFinding("difference", f"packed and alone differ{where}", remedy or otherwise)
 
@@ -304,9 +304,9 @@ class _Probe:
         """What to change in the batch, before anything about the model is to be said; empty if nothing."""
         if is_wrong:
             return "correct the batch first, and probe again"
-        lacking = other_conventions(batch, self.config) if self.config is not None else []
-        given = f"give the model {' and '.join(lacking)}, as PackedDataCollator does, and probe again"
-        return given if lacking else ""
+        if self.config is None or not (lacking := other_conventions(batch, self.config)):
+            return ""
+        return f"give the model {' and '.join(lacking)}, as PackedDataCollator does, and probe again"
 
 
 def _or_newer(remedy: str) -> str:

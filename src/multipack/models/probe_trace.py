@@ -14,7 +14,7 @@ Rows = dict[str, Tensor]
 """Place of a tensor in a module's arguments or outputs → (n, …) its rows of one document."""
 
 
-class Run(NamedTuple):
+class Watched(NamedTuple):
     """A document in a batch that the model runs on; `number` is the document's in that batch."""
 
     batch: PlacedBatch
@@ -28,14 +28,16 @@ class _Call(NamedTuple):
     outputs: Rows
 
 
-def first_module(model: Any, call: Callable[[PlacedBatch], Any], one: Run, two: Run, tolerance: float) -> str:
+def first_module(
+    model: Any, call: Callable[[PlacedBatch], Any], one: Watched, two: Watched, tolerance: float
+) -> str:
     """The innermost module whose inputs for a document are the same in two runs, and whose outputs differ.
 
     Args:
         model: the model.
         call: runs it on a batch.
-        one: a run.
-        two: another run, of the same document.
+        one: the document in the batch of one run.
+        two: the same document in the batch of the other run.
         tolerance: largest difference, relative to the largest value, that counts as none.
 
     Returns:
@@ -44,26 +46,26 @@ def first_module(model: Any, call: Callable[[PlacedBatch], Any], one: Run, two: 
     if not isinstance(model, nn.Module):
         return ""
     # Hooks are called when a module returns, so that inner modules come first.
-    for before, after in zip(*(_calls(model, call, run) for run in (one, two)), strict=False):
-        shared = before.inputs.keys() & after.inputs.keys()
-        if before.module is not after.module or not shared:
-            continue
-        if any(_changed(before.inputs[place], after.inputs[place], tolerance).any() for place in shared):
-            continue
-        changed = [
-            _changed(rows, after.outputs[place], tolerance).cpu()
-            for place, rows in before.outputs.items()
-            if place in after.outputs
-        ]
-        if changed and (tokens := torch.stack(changed).any(0)).any():
+    for before, after in zip(*(_calls(model, call, watched) for watched in (one, two)), strict=False):
+        inputs = _differing(before.inputs, after.inputs, tolerance)
+        tokens = _differing(before.outputs, after.outputs, tolerance)
+        has_same_inputs = before.module is after.module and inputs is not None and not inputs.any()
+        if has_same_inputs and tokens is not None and tokens.any():
             reach = "" if tokens.all() else f", in {int(tokens.sum())} of {len(tokens)} tokens"
             return f": {before.name or 'the model'} ({type(before.module).__name__}){reach}"
     return ""
 
 
-def _calls(model: nn.Module, call: Callable[[PlacedBatch], Any], run: Run) -> list[_Call]:
+def _differing(before: Rows, after: Rows, tolerance: float) -> Tensor | None:
+    """(n,) whether the rows of each token differ, at the places of both runs; None if there is no such place."""
+    places = before.keys() & after.keys()
+    changed = [_changed(before[place], after[place], tolerance).cpu() for place in places]
+    return torch.stack(changed).any(0) if changed else None
+
+
+def _calls(model: nn.Module, call: Callable[[PlacedBatch], Any], watched: Watched) -> list[_Call]:
     """All calls of modules in a run, in the order in which they return."""
-    slots, shape = torch.arange(*run.batch.spans[run.number]), run.batch.ids.shape
+    slots, shape = torch.arange(*watched.batch.spans[watched.number]), watched.batch.ids.shape
     calls: list[_Call] = []
 
     def record(name: str) -> Callable[..., None]:
@@ -77,7 +79,7 @@ def _calls(model: nn.Module, call: Callable[[PlacedBatch], Any], run: Run) -> li
         module.register_forward_hook(record(name), with_kwargs=True) for name, module in model.named_modules()
     ]
     try:
-        call(run.batch)
+        call(watched.batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""The mask function "multipack" of transformers: what a mask of rows without padding says, without its T² elements.
+"""The mask function "multipack" of transformers: the mask of rows without padding, without its T² elements.
 
 transformers describes a mask by a function of the indices of a query and a key. For the masks of causal decoders its
 values at O(T) pairs are enough: neighbors show where documents and chunks begin, and the pairs at the first key that
