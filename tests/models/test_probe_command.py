@@ -22,7 +22,6 @@ def folders(tmp_path_factory):
     """A tiny Llama with weights, and a configuration of a large one without."""
     folder = tmp_path_factory.mktemp("models")
     model = tiny_model(transformers.LlamaConfig())
-    vars(model.config).pop("top_k", None)  # before transformers 5, a setting of generation
     model.save_pretrained(folder / "weights")
     transformers.LlamaConfig().save_pretrained(folder / "config")
     return folder
