@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_model
+from multipack.data.batch import without_tokens
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
@@ -138,7 +139,7 @@ def test_code_that_cannot_share_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         foreign_attention,
         "_tree",
-        lambda bounds, *_: foreign_attention._batch(tuple(bounds[:-1]), bounds[-1], torch.device("cpu")),
+        lambda bounds, *_: without_tokens(bounds),
     )
     check_isolated(shape, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model=hf:.*use data\.share_prefixes=off"):

@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
+from multipack.data.batch import IGNORE, without_tokens
+from multipack.ops.attention.masks import mask_4d
 from multipack.ops.attention.model_inputs import check_rotations
 from multipack.ops.attention.row_mask import makes_document_masks
 from multipack.planning.lengths import check_integer, check_integers, short
@@ -133,11 +134,7 @@ class PackedDataCollator:
         inputs: dict[str, Any] = {name: torch.from_numpy(values)[None] for name, values in row.items()}
         inputs["use_cache"] = False
         if self.returns == "4d_mask":
-            window, of_tokens = self.window, (torch.from_numpy(owner), inputs["position_ids"][0])
-            if isinstance(window, Mapping):
-                masks = {kind: self._mask(*of_tokens, each) for kind, each in window.items()}
-                return inputs | {"attention_mask": masks}
-            return inputs | {"attention_mask": self._mask(*of_tokens, window)}
+            return inputs | {"attention_mask": self._masks([0, *ends.tolist()])}
         boundaries = torch.from_numpy(np.append(0, ends).astype(np.int32))
         longest = int(sizes.max())
         return inputs | {
@@ -148,16 +145,12 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(owner)[None],
         }
 
-    def _mask(self, owner: Tensor, positions: Tensor, window: Any) -> Tensor:
-        """(1, 1, T, T): which tokens each token attends to."""
-        distance = positions[:, None] - positions
-        seen = (owner[:, None] == owner) & (distance >= 0)
-        if window is not None:
-            seen &= distance < window
-        if self.mask == "additive":
-            lowest = torch.finfo(self.dtype).min
-            seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, lowest)
-        return seen[None, None]
+    def _masks(self, bounds: list[int]) -> Tensor | dict[str, Tensor]:
+        """(1, 1, T, T) the mask of documents with these bounds; with several windows, one for each type of layer."""
+        batch, dtype = without_tokens(bounds), self.dtype if self.mask == "additive" else None
+        if isinstance(self.window, Mapping):
+            return {kind: mask_4d(batch, dtype, window) for kind, window in self.window.items()}
+        return mask_4d(batch, dtype, self.window)  # type: ignore[arg-type]
 
     def _padded(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
         width = max(len(tokens) for tokens, _ in documents)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from multipack.data.batch import PackedBatch, PackedTree, rounded
+from multipack.data.batch import PackedBatch, PackedTree, rounded, without_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import explicit, weighted
@@ -223,7 +223,7 @@ def _documents(
             starts = whole if mask is None else mask.starts
         if mask is None and given is None and not special and starts == whole:
             return None
-        return _batch(_with_chunks(starts, mask, rows * slots), rows * slots, query.device)
+        return without_tokens((*_with_chunks(starts, mask, rows * slots), rows * slots), query.device)
 
     return once_a_tensor(carrier, ("documents", rows, slots, special, limits), make)
 
@@ -260,26 +260,6 @@ def _with_chunks(starts: tuple[int, ...], mask: RowMask | None, slots: int) -> t
     return mask.starts
 
 
-def _batch(starts: tuple[int, ...], slots: int, device: torch.device) -> PackedBatch:
-    """A pack with these documents and no tokens."""
-    bounds = (*starts, slots)
-    lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    nothing = torch.empty(slots, dtype=torch.long, device="meta")
-    return PackedBatch(
-        input_ids=nothing,
-        targets=nothing,
-        position_ids=nothing,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
-        max_seqlen=rounded(max(lengths)),
-        num_documents=len(lengths),
-        num_tokens=slots,
-        num_target_tokens=0,
-        lengths=lengths,
-        longest=max(lengths),
-        denominator=0,
-    )
-
-
 def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMask | None) -> PackedBatch:
     """A pack without tokens whose documents share tokens, from the bounds of its nodes and of their paths."""
     starts, slots, device = tuple(bounds[:-1]), bounds[-1], key_slots.device
@@ -305,7 +285,7 @@ def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMas
         last_slots=nothing,
     )
     return replace(
-        _batch(starts, slots, device),
+        without_tokens(bounds, device),
         lengths=lengths,
         longest=max(paths),
         position_ids=(torch.arange(slots) + before).to(device),
