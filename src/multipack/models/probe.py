@@ -284,11 +284,11 @@ class _Probe:
         changed = batch.with_tokens(source, self.others[source])
         watched = Watched(batch, target), Watched(changed, target)
         where = first_module(self.model, self.run, *watched, self.leak_tolerance)
-        otherwise = "let it read the bounds of documents, or train one document per row"
+        otherwise = "train one document per row, or let the model read their bounds"
         if self.config is not None:
             otherwise = _or_newer(
-                "use attn_implementation='multipack' or 'flash_attention_2', PackedDataCollator(returns='4d_mask',"
-                " window=windows_of(config)), or one document per row"
+                "train one document per row; if it is attention, use attn_implementation='multipack' or"
+                " 'flash_attention_2', or PackedDataCollator(returns='4d_mask', window=windows_of(config))"
             )
         return ProbeFinding("leak", f"documents of a row are mixed{where}", remedy or otherwise)
 
@@ -297,7 +297,7 @@ class _Probe:
         number = differences.index(max(differences))
         watched = Watched(self.alone(number), 0), Watched(batch, number)
         where = first_module(self.model, self.run, *watched, self.tolerance)
-        otherwise = "let it count positions and windows inside each document, or train one document per row"
+        otherwise = "train one document per row, or let the model count positions and windows inside each"
         return ProbeFinding("difference", f"packed and alone differ{where}", remedy or otherwise)
 
     def _first_remedy(self, batch: PlacedBatch, is_wrong: bool) -> str:

@@ -201,12 +201,12 @@ def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
                 f"give int32 bounds of every document, from 0 to {batch.ids.numel()}",
             )
             break
-    short = [name for name in LONGEST if values.get(name) is not None and int(values[name]) < longest]
-    if short:
+    below = [name for name in LONGEST if values.get(name) is not None and int(values[name]) < longest]
+    if below:
         yield ProbeFinding(
             "longest",
-            f"{short[0]}={int(values[short[0]])}, but a document has {longest} tokens: kernels leave out the rest",
-            f"set {' and '.join(short)} to at least {longest}",
+            f"{below[0]}={int(values[below[0]])}, but a document has {longest} tokens: kernels leave out the rest",
+            f"set {' and '.join(below)} to at least {longest}",
         )
 
 
