@@ -9,9 +9,9 @@ attention (attn_implementation="multipack"), and runs the isolation probe (`mult
     plain     input_ids and position_ids, and the model's own use_cache, as flattening collators give them
     packed    the conventions of multipack: also cu_seq_lens, max_length and seq_idx, use_cache=False
 
-and, where packed documents leak through the attention mask, once more with `returns="4d_mask"`. An architecture that
-the probe finds clean is checked in another way: gradients of one document's logits with respect to the embeddings of
-the others must be exactly 0. Those where they are not are silent leaks.
+and, where packed documents leak, once more with `returns="4d_mask"`. An architecture that the probe finds clean is
+checked in another way: gradients of one document's logits with respect to the embeddings of the others must be exactly
+0. Those where they are not are silent leaks.
 
 Models run in a child process with limits of time and memory for each; where it dies, the next model gets a new one.
 """
@@ -27,17 +27,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import windows_of
-from multipack.integrations.probe import isolation_probe
-from multipack.integrations.probe_documents import transformers_batch
-from multipack.integrations.tiny_models import tiny_model
+from multipack.integrations.collator import PackedDataCollator, windows_of
+from multipack.models.probe import isolation_probe
+from multipack.models.probe_batch import transformers_batch
+from multipack.models.tiny_models import tiny_model
 from result import parser_of, write_result
 
 PAGE = Path(__file__).parents[1] / "docs" / "leak-census.md"
@@ -56,7 +55,8 @@ def plain_batch(documents: Any) -> dict[str, Any]:
 
 
 def masked(model: Any) -> Any:
-    return partial(transformers_batch, returns="4d_mask", window=windows_of(model.config))
+    collate = PackedDataCollator("4d_mask", window=windows_of(model.config))
+    return lambda documents: collate([{"input_ids": list(document)} for document in documents])
 
 
 def verdict(model: Any, make_batch: Any = None) -> dict[str, str]:
@@ -113,7 +113,7 @@ def row_of(name: str) -> dict[str, Any]:
         if attention != "multipack":
             found["plain"] = verdict(model, plain_batch)
         used = transformers_batch
-        if found["packed"].get("cause") == "attention":
+        if found["packed"].get("cause") == "leak":
             with contextlib.suppress(ValueError):  # layers that a mask does not describe
                 used = masked(model)
                 found["4d_mask"] = verdict(model, used)
@@ -195,14 +195,7 @@ def census(names: list[str]) -> list[dict[str, Any]]:
 
 
 def cell(found: dict[str, Any] | None, way: str) -> str:
-    one = (found or {}).get(way)
-    if one is None:
-        return "–"
-    return (
-        one["verdict"]
-        if one["verdict"] in ("ok", "absent")
-        else f"{one['verdict']}: {one['cause']}" * (one["verdict"] != "refused") or "refused"
-    )
+    return (found or {}).get(way, {}).get("verdict", "–")
 
 
 def result_of(found: dict[str, Any] | None) -> str:

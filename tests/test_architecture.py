@@ -24,16 +24,14 @@ LEFT_OF = {
     "run": "words atomic",
     "planning": "words atomic shapes",
     "data": "untrusted words machine atomic checksums shapes planning",
-    "ops": "words shapes planning data",
-    "models": "untrusted words hub machine atomic shapes planning data ops integrations",
+    "ops": "words machine shapes planning data",
+    "models": "untrusted words hub machine atomic shapes planning data ops",
     "parallel": "untrusted words machine atomic shapes planning data ops",
-    "integrations": "untrusted words machine shapes planning data ops",
+    "integrations": "untrusted words machine shapes planning data ops models",
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "untrusted words machine atomic checksums shapes run planning data",
-    "training": "untrusted words hub machine atomic checksums shapes run planning data ops integrations models parallel"
-    " reports",
-    "cli": "untrusted words machine atomic shapes run planning data ops models parallel integrations reports training"
-    " launch",
+    "training": "untrusted words hub machine atomic checksums shapes run planning data ops models parallel reports",
+    "cli": "untrusted words machine atomic shapes run planning data ops models parallel reports training launch",
 }
 """Rooms that a room may import, beside itself."""
 TORCH_FREE = [

@@ -10,7 +10,7 @@ import torch
 from hf_models import SIZES
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer
 from multipack.hub import model_folder
-from multipack.integrations.probe_documents import packed_batch
+from multipack.models.probe_batch import packed_batch
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
 

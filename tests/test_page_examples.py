@@ -63,7 +63,7 @@ def names_of_hosts():
     import transformers
 
     import multipack
-    from multipack.integrations.tiny_models import tiny_model
+    from multipack.models.tiny_models import tiny_model
 
     lengths = [5, 9, 3, 8, 7, 4, 6, 10]
     rows = [np.arange(length, dtype=np.uint16) for length in lengths]

@@ -44,8 +44,8 @@ def test_code_of_a_tokenizer_is_refused(hostile):
 
 
 def test_code_of_a_model_is_refused(hostile):
-    from multipack.integrations.tiny_models import load_causal_model
     from multipack.models.foreign import read_config
+    from multipack.models.tiny_models import load_causal_model
 
     for read in (read_config, load_causal_model):
         with pytest.raises(ValueError, match="code of its own") as refused:
@@ -77,8 +77,8 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(tmp_path, monkeypatc
     """Every way to open a model asks for an implementation of its own, whatever config.json says."""
     transformers = pytest.importorskip("transformers")
     from hf_models import save_model
-    from multipack.integrations.tiny_models import load_causal_model
     from multipack.models.foreign import foreign_shape, open_foreign
+    from multipack.models.tiny_models import load_causal_model
 
     save_model("llama", tmp_path)
     file = tmp_path / "config.json"

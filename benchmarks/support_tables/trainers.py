@@ -13,7 +13,7 @@ import transformers
 
 from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import PackedDataCollator
-from multipack.integrations.tiny_models import tiny_model
+from multipack.models.tiny_models import tiny_model
 from support_tables.table import ABSENT, Table, answer, unless_run
 
 ROWS = [{"input_ids": list(range(5, 5 + length))} for length in (3, 9, 5, 7, 8, 4, 6, 10)]

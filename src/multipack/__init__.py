@@ -36,7 +36,7 @@ _PUBLIC = {
     "linear_cross_entropy": "multipack.ops.loss",
     "generate": "multipack.models.generate",
     "load_model": "multipack.training.inference",
-    "isolation_probe": "multipack.integrations.probe",
+    "isolation_probe": "multipack.models.probe",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from multipack.data.loader import PackedLoader as PackedLoader
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
-    from multipack.integrations.probe import isolation_probe as isolation_probe
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
+    from multipack.models.probe import isolation_probe as isolation_probe
     from multipack.ops.attention import attention as attention
     from multipack.ops.loss import linear_cross_entropy as linear_cross_entropy
     from multipack.planning.balance import RankBatches as RankBatches

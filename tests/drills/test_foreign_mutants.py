@@ -32,9 +32,9 @@ from multipack.data.data_config import DataConfig
 from multipack.data.sources import Source
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer, train_bpe
 from multipack.hub import model_folder
-from multipack.integrations.probe_documents import packed_batch
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
+from multipack.models.probe_batch import packed_batch
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.importing.imported import import_axolotl
 from multipack.training.inference import load_model

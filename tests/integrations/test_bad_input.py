@@ -142,7 +142,7 @@ def test_columns_of_arrow_that_hold_no_lists(tmp_path):
 
 
 def test_register_takes_models_of_transformers():
-    from multipack.integrations.attention_interface import OLDEST, register
+    from multipack.ops.attention.foreign_attention import OLDEST, register
 
     pytest.importorskip("transformers", OLDEST, f"the attention needs transformers {OLDEST}")
 

@@ -7,10 +7,10 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from multipack.integrations import collator as collators  # noqa: E402
-from multipack.integrations import probe  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks, windows_of  # noqa: E402
 from multipack.integrations.trainer_checks import check_host  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin  # noqa: E402
+from multipack.models import probe  # noqa: E402
 
 COLLATOR = PackedDataCollator("flattened" if makes_document_masks() else "4d_mask", window=None)
 """What this version of transformers reads."""

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_model
+from multipack.data.batch import without_tokens
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.integrations import attention_interface
-from multipack.integrations.probe_documents import packed_batch
-from multipack.integrations.tiny_models import tiny_config
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
+from multipack.models.probe_batch import packed_batch
+from multipack.models.tiny_models import tiny_config
+from multipack.ops.attention import foreign_attention
 from multipack.ops.int8 import Int8
 from multipack.ops.nf4 import Nf4
 from multipack.run import RunDirectory
@@ -138,9 +139,9 @@ def test_code_that_cannot_share_tokens_is_refused(tmp_path, monkeypatch):
     shape = foreign_shape(str(tmp_path))
     check_isolated(shape, torch.device("cpu"), shares=True)
     monkeypatch.setattr(
-        attention_interface,
+        foreign_attention,
         "_tree",
-        lambda bounds, *_: attention_interface._batch(tuple(bounds[:-1]), bounds[-1], torch.device("cpu")),
+        lambda bounds, *_: without_tokens(bounds),
     )
     check_isolated(shape, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model=hf:.*use data\.share_prefixes=off"):
@@ -337,7 +338,7 @@ def test_a_folder_without_weights_starts_with_random_ones(tmp_path):
 def test_a_model_that_mixes_documents_is_refused_with_the_reason(tmp_path):
     save_model("jamba", tmp_path / "base")
     words = [*run_words(tmp_path, tmp_path / "base"), f"out={tmp_path / 'run'}"]
-    with pytest.raises(ValueError, match=r"model=hf:.*recurrent: state of a recurrent layer is carried"):
+    with pytest.raises(ValueError, match=r"model=hf:.*documents of a row are mixed: blocks\.0\.mamba"):
         train(compose_run(words))
     assert not (tmp_path / "run").exists()
 

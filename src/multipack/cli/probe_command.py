@@ -32,11 +32,11 @@ def probe(
       multipack probe gpt_oss
 
     Changes one document of a small packed batch and watches the others,
-    compares each document with itself alone, and names the cause of every
-    leak and what to change. Exit code 1 if something is wrong. Folders
+    compares each document with itself alone, and names the first module
+    that differs and what to change. Exit code 1 if something is wrong. Folders
     without weights are probed with random ones. Nothing is downloaded.
     """
-    from multipack.integrations.probe import isolation_probe
+    from multipack.models.probe import isolation_probe
     from multipack.reports.console import Console
 
     built, description = _load(model, attention or None, tiny)
@@ -56,7 +56,7 @@ def probe(
 
 def _load(source: str, attention: str | None, tiny: bool) -> tuple[Any, str]:
     """The model, and its description."""
-    from multipack.integrations.tiny_models import load_causal_model
+    from multipack.models.tiny_models import load_causal_model
     from multipack.run import is_export
     from multipack.shapes import SHAPES
 

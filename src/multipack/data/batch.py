@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -178,6 +179,30 @@ class PackedBatch(Movable):
     def num_slots(self) -> int:
         """T: tokens and padding."""
         return int(self.input_ids.numel())
+
+
+def without_tokens(bounds: Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
+    """A pack of documents for attention and masks alone: `input_ids`, `targets` and `position_ids` have no elements.
+
+    Args:
+        bounds: (documents + 1,) rising slots at which documents start, and the number of slots.
+        device: of `cu_seqlens`.
+    """
+    lengths = tuple(stop - start for start, stop in pairwise(bounds))
+    nothing = torch.empty(bounds[-1], dtype=torch.long, device="meta")
+    return PackedBatch(
+        input_ids=nothing,
+        targets=nothing,
+        position_ids=nothing,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_seqlen=rounded(max(lengths)),
+        num_documents=len(lengths),
+        num_tokens=bounds[-1],
+        num_target_tokens=0,
+        lengths=lengths,
+        longest=max(lengths),
+        denominator=0,
+    )
 
 
 def rounded(tokens: int) -> int:

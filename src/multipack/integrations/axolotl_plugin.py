@@ -30,9 +30,10 @@ from transformers import DataCollatorWithFlattening, TrainerCallback
 
 from multipack.data.batch import IGNORE
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
-from multipack.integrations.collator import PackedDataCollator, check_rotations, document_lengths
+from multipack.integrations.collator import PackedDataCollator, document_lengths
 from multipack.integrations.host_sampler import Overlong
-from multipack.integrations.probe import isolation_probe
+from multipack.models.probe import isolation_probe
+from multipack.ops.attention.model_inputs import check_rotations
 from multipack.planning.lengths import short
 from multipack.planning.options import check_choice
 from multipack.shapes import rotation_limit

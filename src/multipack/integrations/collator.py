@@ -15,7 +15,6 @@ ignores document boundaries. Given the documents of an ordinary loader, or a pad
 
 from __future__ import annotations
 
-import importlib.util
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
-from multipack.planning.lengths import check_integer, check_integers, name_documents, short
+from multipack.data.batch import IGNORE, without_tokens
+from multipack.ops.attention.masks import mask_4d
+from multipack.ops.attention.model_inputs import check_rotations
+from multipack.ops.attention.row_mask import makes_document_masks
+from multipack.planning.lengths import check_integer, check_integers, short
 from multipack.planning.options import check_choice
 from multipack.shapes import RotationLimit
 
@@ -132,11 +134,7 @@ class PackedDataCollator:
         inputs: dict[str, Any] = {name: torch.from_numpy(values)[None] for name, values in row.items()}
         inputs["use_cache"] = False
         if self.returns == "4d_mask":
-            window, of_tokens = self.window, (torch.from_numpy(owner), inputs["position_ids"][0])
-            if isinstance(window, Mapping):
-                masks = {kind: self._mask(*of_tokens, each) for kind, each in window.items()}
-                return inputs | {"attention_mask": masks}
-            return inputs | {"attention_mask": self._mask(*of_tokens, window)}
+            return inputs | {"attention_mask": self._masks([0, *ends.tolist()])}
         boundaries = torch.from_numpy(np.append(0, ends).astype(np.int32))
         longest = int(sizes.max())
         return inputs | {
@@ -147,16 +145,12 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(owner)[None],
         }
 
-    def _mask(self, owner: Tensor, positions: Tensor, window: Any) -> Tensor:
-        """(1, 1, T, T): which tokens each token attends to."""
-        distance = positions[:, None] - positions
-        seen = (owner[:, None] == owner) & (distance >= 0)
-        if window is not None:
-            seen &= distance < window
-        if self.mask == "additive":
-            lowest = torch.finfo(self.dtype).min
-            seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, lowest)
-        return seen[None, None]
+    def _masks(self, bounds: list[int]) -> Tensor | dict[str, Tensor]:
+        """(1, 1, T, T) the mask of documents with these bounds; with several windows, one for each type of layer."""
+        batch, dtype = without_tokens(bounds), self.dtype if self.mask == "additive" else None
+        if isinstance(self.window, Mapping):
+            return {kind: mask_4d(batch, dtype, window) for kind, window in self.window.items()}
+        return mask_4d(batch, dtype, self.window)  # type: ignore[arg-type]
 
     def _padded(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
         width = max(len(tokens) for tokens, _ in documents)
@@ -343,32 +337,3 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
     if "sliding_attention" in kinds:  # such a model chooses a mask by the type of each layer
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     return None if kinds else window
-
-
-def check_rotations(
-    limit: RotationLimit | None,
-    lengths: Integers,
-    where: str,
-    instead: str = "truncate or filter these documents",
-) -> None:
-    """Check that a model does not rotate documents of a row by the length of another one.
-
-    Args:
-        limit: of the model's rotary positions; None = they do not depend on lengths.
-        lengths: (documents,) tokens of each document.
-        where: what holds the documents, for the message.
-        instead: what to do about longer ones, for the message.
-
-    Raises:
-        ValueError: a document is longer than the limit.
-    """
-    if limit is not None and (long := lengths > limit.tokens).any():
-        raise ValueError(
-            f"{where}: {name_documents(lengths, long)}, and {limit}, and with them the other documents of their rows:"
-            f" {instead}, or use multipack train train.init_from=FOLDER, which rotates each by its own length"
-        )
-
-
-def makes_document_masks() -> bool:
-    """Whether transformers makes masks of documents from `position_ids`, and knows the windows of layers (≥ 4.53)."""
-    return importlib.util.find_spec("transformers.masking_utils") is not None

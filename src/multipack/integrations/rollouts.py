@@ -13,33 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
+from multipack.ops.attention.model_inputs import model_inputs as model_inputs
 from multipack.ops.loss import linear_log_probabilities
 from multipack.ops.target_rows import TargetRows
-
-
-def model_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """Arguments of the forward pass of a model of transformers whose attention function is "multipack".
-
-    `key_slots` is one of them if documents share tokens. Code that does more with neighboring tokens than attention
-    (convolutions, recurrent layers) is not for such packs; `seq_idx` has the number of each slot's document, or node.
-    """
-    bounds, tree = batch.cu_seqlens, batch.tree
-    slots = torch.arange(batch.num_slots, device=bounds.device)
-    inputs = {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
-        "use_cache": False,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds if tree is None else tree.cu_seqlens_k,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen if tree is None else tree.max_seqlen_k,
-        "seq_idx": torch.bucketize(slots, bounds[1:], right=True, out_int32=True)[None],
-    }
-    return inputs if tree is None else inputs | {"key_slots": tree.key_slots}
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, batch: PackedBatch, **options: Any) -> list[Tensor]:

@@ -24,10 +24,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from multipack.data.sampler import PackedBatchSampler
-from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import COLUMNS, PackedDataCollator, check_rotations, document_lengths
+from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths
 from multipack.integrations.neftune import document_noise
-from multipack.integrations.probe import isolation_probe
 from multipack.integrations.trainer_checks import (
     CheckedTokens,
     check_host,
@@ -37,6 +35,9 @@ from multipack.integrations.trainer_checks import (
     whole_checkpoint,
 )
 from multipack.machine import import_extra
+from multipack.models.probe import isolation_probe
+from multipack.ops.attention.foreign_attention import register
+from multipack.ops.attention.model_inputs import check_rotations
 from multipack.planning.lengths import check_integer, name_documents
 from multipack.planning.options import check_fingerprint
 from multipack.shapes import rotation_limit

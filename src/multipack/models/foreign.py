@@ -34,10 +34,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch, check_tokens
-from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import check_rotations
-from multipack.integrations.rollouts import model_inputs
 from multipack.machine import import_extra
+from multipack.ops.attention.foreign_attention import register
+from multipack.ops.attention.model_inputs import check_rotations, model_inputs
 from multipack.shapes import SIZES, ModelShape, RotationLimit, rotation_limit
 from multipack.shapes.config_json import check_sizes
 from multipack.shapes.json_values import read_json

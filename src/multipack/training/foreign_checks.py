@@ -14,12 +14,12 @@ from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Document
-from multipack.integrations.probe import isolation_probe
-from multipack.integrations.probe_documents import packed_batch
-from multipack.integrations.tiny_models import tiny_model
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, check_documents, foreign_shape, open_foreign, read_config
 from multipack.models.pretrained import CONFIG
+from multipack.models.probe import isolation_probe
+from multipack.models.probe_batch import packed_batch
+from multipack.models.tiny_models import tiny_model
 from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape, read_json, rotation_limit
 from multipack.words import read_yaml

@@ -3,9 +3,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.batch import PackedBatch
-from multipack.integrations.attention_interface import OLDEST, attend, register
-from multipack.integrations.row_mask import RowMask, make_mask
 from multipack.ops.attention import mask_4d
+from multipack.ops.attention.foreign_attention import OLDEST, attend, register
+from multipack.ops.attention.row_mask import RowMask, make_mask
 
 transformers = pytest.importorskip("transformers", OLDEST, f"the attention needs transformers {OLDEST}")
 EARLIER = "5.0.0"

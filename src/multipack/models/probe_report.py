@@ -12,11 +12,10 @@ class ProbeFinding:
     """Something that is wrong, and how to mend it.
 
     Attributes:
-        cause: a word for programs: `mask`, `cache`, `positions`, `bounds`, `longest`, `segments`, `rows`, `border`,
-            `labels`, `attention`, `recurrent`, `convolution`, `routing`, `statistics`, `mixing`, `window`, `rotation`,
-            `future`, `state`, `difference`, `not_finite` or `refused`.
-        text: what was found.
-        remedy: what to change.
+        cause: a word for programs: `leak` and `difference`; of the batch, `positions`, `bounds`, `longest`, `segments`,
+            `border` and `labels`; of the model, `rotation`, `future`, `state`, `not_finite` and `refused`.
+        text: what is wrong, and where.
+        remedy: what to do next.
     """
 
     cause: str

@@ -9,45 +9,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from multipack.integrations.attention_interface import register
-from multipack.integrations.row_mask import NAME
 from multipack.machine import import_extra
+from multipack.ops.attention.foreign_attention import register
+from multipack.ops.attention.row_mask import NAME
 from multipack.shapes import SIZES
 from multipack.untrusted import config_from_folder, from_folder
 
-TINY: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|.*_vocab_size|vocab_size_per_.*|type_vocab_size", 256),
-    (r"(num_|n_)?(hidden_|decoder_|encoder_|block_|text_|self_attn_|cross_)*(layers?|blocks?|block)", 2),
-    (r"n_layer|num_hidden_layers|num_layers|num_blocks|decoder_layers|encoder_layers|n_layers", 2),
+LAYERS = r"(num_|n_)?(hidden_|encoder_|decoder_)?(layers?|blocks)"
+"""Pattern of a number of layers."""
+TINY: tuple[tuple[int, str], ...] = (
+    (256, r"(.*_)?vocab_size(_per_.*)?"),
+    (4, r"n_heads?|num_heads|.*_attention_heads"),
+    (2, r".*(kv|key_value)(_n)?_heads"),
+    (8, r"mamba_n(um)?_heads|n_mamba_heads|(mamba_)?d_head|.*head_dim|attention_head_size|d_kv|kv_channels"),
+    (4, r"rotary_dim"),
+    (16, r"qk_head_dim"),
     (
-        r"(num_|n_)(key_value|kv)_heads?|num_kv_heads|kv_n_heads|multi_query_group_num|.*num_key_value_heads",
-        2,
-    ),
-    (r"(num_|n_)(attention_|self_|linear_|index_|query_)?heads?|.*_attention_heads|n_head|num_heads", 4),
-    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
-    (r"mamba_d_head|d_head|mamba_head_dim", 8),
-    (r"mamba_d_ssm", 64),
-    (r"head_dim|.*_head_dim|attention_head_size|d_kv|kv_channels|head_size|qk_nope_head_dim|v_head_dim", 8),
-    (r"rotary_dim|index_rope_head_dim", 4),
-    (r"qk_head_dim|mla_head_dim", 16),
-    (
-        r"hidden_size|d_model|n_embd|embed_dim|hidden_dim|word_embed_proj_dim|dim|embedding_size|embedding_dim|emb_dim|lru_width",
         32,
+        r"hidden_size|d_model|n_embd|((hidden|embed|emb|embedding|word_embed_proj)_)?dim|embedding_size|lru_width",
     ),
-    (r".*(intermediate_size|ffn_dim|d_ff|ff_dim|n_inner|intermediate_dim|ffn_hidden_size)", 48),
-    (r".*(lora_rank|_rank|time_step_rank|index_head_dim)", 8),
-    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|.*num_experts|n_experts", 4),
-    (r"num_experts_per_tok|.*experts_per_tok|moe_topk|moe_top_k|top_k_experts|moe_k|top_k", 2),
-    (r"n_group|topk_group|num_expert_group", 1),
-    (r"first_k_dense_replace|num_dense_layers", 1),
-    (r"max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx|seq_len(gth)?", 128),
-    (r"sliding_window|attention_window_size|attention_chunk_size|local_attention|window_size", 4),
-    (r"(mamba_)?(d_)?state_size|mamba_d_state|ssm_state_size|d_state", 8),
-    (r"(mamba_)?n_groups|mamba_n_groups|mamba_ngroups", 1),
-    (r"index_topk", 64),
-    (r"num_nextn_predict_layers|num_mtp_layers|num_predict_layers", 0),
+    (48, r".*(intermediate_(size|dim)|ffn_dim|d_ff|ff_dim|n_inner|ffn_hidden_size)"),
+    (8, r".*_rank|((mamba_)?d_state|(ssm_)?state_size)"),
+    (64, r"mamba_d_ssm|index_topk"),
+    (4, r".*num_experts|n_routed_experts|num_local_experts"),
+    (2, r"num_experts_per_tok|moe_top_?k|top_k_experts|moe_k"),
+    (1, r"n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers|(mamba_)?n_?groups"),
+    (128, r"max_position_embeddings|n_positions|max_seq_len|seq_len|n_ctx"),
+    (
+        4,
+        r"sliding_window|attention_(window|chunk)_size|local_attention|window_size",
+    ),  # below a document's length
+    (0, r"num_(nextn_predict|mtp)_layers"),
 )
-"""Pattern of a setting's whole name → its value in a tiny model. The last pattern that matches decides."""
+"""Value in a tiny model → pattern of a setting's whole name. The last pattern that matches decides."""
 
 MISSING = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 """Values of settings that a configuration needs and leaves empty."""
@@ -122,12 +116,12 @@ def _fit_factors(scaling: dict[str, Any], old: int, new: int) -> dict[str, Any]:
 def _small(name: str, value: int, layers: int) -> int:
     if name.endswith(("token_id", "token_index")):
         return value % 250 if value > 250 else value
-    found = [size for pattern, size in TINY if re.fullmatch(pattern, name)]
-    if not found or value <= 0:
-        return value
-    if found[-1] == 2 and re.search(r"layer|block", name):
+    if value > 0 and re.fullmatch(LAYERS, name):
         return layers
-    return min(found[-1], value) if re.search(r"expert|rank|group|topk|kv|key_value", name) else found[-1]
+    sizes = [size for size, pattern in TINY if re.fullmatch(pattern, name)]
+    if not sizes or value <= 0:
+        return value
+    return min(sizes[-1], value) if re.search(r"expert|rank|group|topk|kv|key_value", name) else sizes[-1]
 
 
 def tiny_model(config: Any, attention: str | None = None) -> nn.Module:
@@ -157,7 +151,7 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
 
     Args:
         source: a folder with a config.json, the name of a model in the local cache, or of an architecture.
-        attention: implementation of attention; None = that of the model.
+        attention: implementation of attention; None = the model's own.
         tiny: build a tiny model with random weights, as where there are no weights.
 
     Returns:

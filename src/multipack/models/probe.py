@@ -5,8 +5,8 @@
     alone                B B B               and equal those of B processed alone
 
 A dozen forwards over 27 tokens, without gradients. A leak is a change of outputs in a document that was not changed.
-Wrong positions are no leak, but a difference from the document alone. If there is either, the batch is repaired field
-by field until it goes away, which names the cause; if it stays, the module that mixes documents is named.
+Wrong positions are no leak, but a difference from the document alone. Of either, the size and the first module that
+differs are named.
 """
 
 from __future__ import annotations
@@ -14,30 +14,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, reduce
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multipack.integrations.collator import makes_document_masks, windows_of
-from multipack.integrations.probe_documents import (
+from multipack.models.probe_batch import (
     Documents,
+    PlacedBatch,
     draw_tokens,
     find_vocabulary_size,
+    other_conventions,
     packed_batch,
+    place,
     special_tokens,
     transformers_batch,
-)
-from multipack.integrations.probe_inputs import (
-    PlacedBatch,
-    place,
-    repairs,
     wrong_fields,
 )
-from multipack.integrations.probe_report import IsolationReport, ProbeFinding
-from multipack.integrations.probe_trace import mixing_module
+from multipack.models.probe_report import IsolationReport, ProbeFinding
+from multipack.models.probe_trace import Watched, first_module
+from multipack.ops.attention.row_mask import makes_document_masks
 from multipack.planning.lengths import short
 from multipack.shapes import rotation_limit
 
@@ -72,7 +68,7 @@ def isolation_probe(
             a method, else `model(batch)`.
         lengths: tokens of each document. A sliding window, or a rotation by length (`IsolationReport.limit`), shows
             its effect only in documents that are longer.
-        vocabulary_size: tokens are below it; by default that of the model's embedding.
+        vocabulary_size: tokens are below it; by default the size of the embedding.
 
     Raises:
         ValueError: the batch does not hold the documents, or the outputs have no row for each token.
@@ -138,11 +134,9 @@ class _Probe:
 
     # --- running the model ------------------------------------------------------------------------
 
-    def placed(
-        self, documents: Documents, make_batch: Callable[[Documents], Any] | None = None
-    ) -> PlacedBatch:
-        given = (make_batch or self.make_batch)([list(document) for document in documents])
-        batch = place(given, documents)
+    def placed(self, documents: Documents) -> PlacedBatch:
+        """The batch of these documents, on the model's device."""
+        batch = place(self.make_batch([list(document) for document in documents]), documents)
         values = {
             name: value.to(self.device) for name, value in batch.values.items() if isinstance(value, Tensor)
         }
@@ -182,16 +176,16 @@ class _Probe:
             return self.model(**given)
         return getattr(self.model, "logits", self.model)(given)
 
-    def alone(self, number: int) -> Tensor:
-        """(tokens, V) outputs of one document alone, by the model's ordinary call."""
+    def alone(self, number: int) -> PlacedBatch:
+        """A batch of one document, for the model's ordinary call."""
         document = self.documents[number]
         if self.config is None or self.forward is not None:
-            return self.outputs(self.placed([document]))[0]
+            return self.placed([document])
         given: dict[str, Any] = {"input_ids": torch.tensor([document], device=self.device)}
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         if "use_cache" in inspect.signature(getattr(inner, "forward", inner)).parameters:
             given["use_cache"] = False
-        return self.outputs(PlacedBatch(given, ((0, len(document)),)))[0]
+        return PlacedBatch(given, ((0, len(document)),))
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -210,7 +204,7 @@ class _Probe:
     def leak_tolerance(self) -> float:
         """Largest relative change by another document that counts as none.
 
-        The batches have one shape, so that even 16-bit outputs are the same, except those of experts: the number of
+        The batches have one shape, so that even 16-bit outputs are the same, except outputs of experts: the number of
         tokens that an expert computes together depends on the other documents.
         """
         modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
@@ -227,23 +221,12 @@ class _Probe:
                     found[source, target] = size
         return found
 
-    def is_repaired(self, batch: PlacedBatch, alone: list[Tensor]) -> bool:
-        """Whether a changed batch has neither leaks nor differences; not if the model refuses it."""
-        try:
-            base = self.outputs(batch)
-            differs = any(
-                not _difference(one, two) <= self.tolerance for one, two in zip(alone, base, strict=True)
-            )
-            return not differs and not self.leaks(batch, base)
-        except Exception:  # a field that this model does not take
-            return False
-
     def report(self) -> IsolationReport:
         batch = self.placed(self.documents)
         findings = list(wrong_fields(batch))
         try:
             base = self.outputs(batch)
-            alone = [self.alone(number) for number in range(len(self.documents))]
+            alone = [self.outputs(self.alone(number))[0] for number in range(len(self.documents))]
         except Exception as error:
             if "forward=lambda" in str(error):
                 raise
@@ -270,11 +253,12 @@ class _Probe:
             )
             return IsolationReport({}, differences, tuple(findings), self.tolerance)
         leaks = self.leaks(batch, base)
+        remedy = self._first_remedy(batch, bool(findings))
         findings += self._future(batch, base)
-        if leaks or any(not size <= self.tolerance for size in differences):
-            named = {finding.cause for finding in findings}
-            causes = self._causes(batch, alone, base, leaks)
-            findings += [finding for finding in causes if finding.cause not in named]
+        if leaks:
+            findings.append(self._leak(batch, leaks, remedy))
+        elif any(not size <= self.tolerance for size in differences):
+            findings.append(self._mismatch(batch, differences, remedy))
         return IsolationReport(leaks, differences, tuple(findings), self.tolerance, self.limit)
 
     def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
@@ -283,8 +267,6 @@ class _Probe:
         remedy = "pad one document per row, or use a model that reads bounds"
         refused = ProbeFinding("refused", text, _or_newer(remedy) if self.config else remedy)
         return IsolationReport({}, (), (refused, *findings), TOLERANCE)
-
-    # --- naming the cause -------------------------------------------------------------------------
 
     def _future(self, batch: PlacedBatch, base: list[Tensor]) -> list[ProbeFinding]:
         """Whether outputs depend on later tokens of the same document."""
@@ -296,80 +278,35 @@ class _Probe:
                 return [ProbeFinding("future", text, remedy)]
         return []
 
-    def _causes(
-        self, batch: PlacedBatch, alone: list[Tensor], base: list[Tensor], leaks: dict[tuple[int, int], float]
-    ) -> list[ProbeFinding]:
-        candidates = repairs(batch, self.config is not None)
-        for count in range(1, len(candidates) + 1):
-            for chosen in combinations(candidates, count):
-                repaired = reduce(lambda changed, repair: repair.apply(changed), chosen, batch)
-                if self.is_repaired(repaired, alone):
-                    return [repair.finding for repair in chosen]
-        if not leaks:
-            return [self._difference_cause(batch, alone, base)]
-        (source, target), _ = max(leaks.items(), key=lambda item: item[1])
-        start, end = batch.spans[target]
-        if not isinstance(self.model, nn.Module):
-            return [
-                ProbeFinding(
-                    "mixing", "tokens of different documents are mixed", "reset the model at cu_seq_lens"
-                )
-            ]
+    def _leak(self, batch: PlacedBatch, leaks: dict[tuple[int, int], float], remedy: str) -> ProbeFinding:
+        """The first module that the largest leak goes through."""
+        source, target = max(leaks, key=lambda pair: leaks[pair])
         changed = batch.with_tokens(source, self.others[source])
-        slots = torch.arange(start, end)
-        found = mixing_module(
-            *(self.model, lambda: self.run(batch), lambda: self.run(changed), slots, batch.ids.shape),
-            self.leak_tolerance,
-        )
-        if found.cause == "attention" and self.config is not None and self._is_masked_clean(alone):
-            remedy = "let PackedDataCollator(returns='4d_mask', window=windows_of(config)) build the mask"
-            found = ProbeFinding(found.cause, found.text, _or_newer(remedy))
-        return [found]
+        watched = Watched(batch, target), Watched(changed, target)
+        where = first_module(self.model, self.run, *watched, self.leak_tolerance)
+        otherwise = "train one document per row, or let the model read their bounds"
+        if self.config is not None:
+            otherwise = _or_newer(
+                "train one document per row; if it is attention, use attn_implementation='multipack' or"
+                " 'flash_attention_2', or PackedDataCollator(returns='4d_mask', window=windows_of(config))"
+            )
+        return ProbeFinding("leak", f"documents of a row are mixed{where}", remedy or otherwise)
 
-    def _is_masked_clean(self, alone: list[Tensor]) -> bool:
-        """Whether the mask of the collator ends a leak."""
-        try:
-            given: dict[str, Any] = {
-                "returns": "4d_mask",
-                "dtype": self.dtype,
-                "window": windows_of(self.config),
-            }
-            return self.is_repaired(self.placed(self.documents, partial(transformers_batch, **given)), alone)
-        except ValueError:  # layers that a mask does not describe
-            return False
+    def _mismatch(self, batch: PlacedBatch, differences: tuple[float, ...], remedy: str) -> ProbeFinding:
+        """The first module of the document that differs most from itself alone."""
+        number = differences.index(max(differences))
+        watched = Watched(self.alone(number), 0), Watched(batch, number)
+        where = first_module(self.model, self.run, *watched, self.tolerance)
+        otherwise = "train one document per row, or let the model count positions and windows inside each"
+        return ProbeFinding("difference", f"packed and alone differ{where}", remedy or otherwise)
 
-    def _difference_cause(self, batch: PlacedBatch, alone: list[Tensor], base: list[Tensor]) -> ProbeFinding:
-        """Why a document without a leak differs from itself alone."""
-        first = [_first_difference(one, two, self.tolerance) for one, two in zip(alone, base, strict=True)]
-        window = min((start for start in first if start is not None), default=0)
-        if first[0] is not None and window > 1:
-            text = (
-                f"packed and alone differ from token {window + 1} on: a window of {window} tokens is ignored"
-            )
-            return ProbeFinding(
-                "window", text, "use an attention that honors the window together with bounds"
-            )
-        positions = batch.values.get("position_ids")
-        if isinstance(positions, Tensor):
-            shifted = self.outputs(batch.with_values(position_ids=positions + 1))
-            other = [_difference(one, two) for one, two in zip(base, shifted, strict=True)]
-            what = (
-                "position_ids are ignored"
-                if max(other) <= TOLERANCE
-                else "positions are counted otherwise than packed"
-            )
-        else:
-            what = "positions are not given"
-        if first[0] is None or positions is not None:
-            text = f"{what}: a document alone has other outputs"
-            return ProbeFinding(
-                "positions", text, "use a model that reads position_ids, counted from 0 in every document"
-            )
-        return ProbeFinding(
-            "difference",
-            "a document alone has other outputs",
-            "compare the model with itself, layer by layer",
-        )
+    def _first_remedy(self, batch: PlacedBatch, is_wrong: bool) -> str:
+        """What to change in the batch, before anything about the model is to be said; empty if nothing."""
+        if is_wrong:
+            return "correct the batch first, and probe again"
+        if self.config is None or not (lacking := other_conventions(batch, self.config)):
+            return ""
+        return f"give the model {' and '.join(lacking)}, as PackedDataCollator does, and probe again"
 
 
 def _or_newer(remedy: str) -> str:
@@ -382,8 +319,3 @@ def _difference(one: Tensor, two: Tensor) -> float:
     gap = torch.where(one == two, 0.0, (one - two).abs())
     scale = one[torch.isfinite(one)].abs().amax().clamp(min=1e-30) if one.numel() else 1.0
     return float((gap / scale).amax()) if gap.numel() else 0.0
-
-
-def _first_difference(one: Tensor, two: Tensor, tolerance: float) -> int | None:
-    rows = ((one - two).abs().amax(1) > tolerance * one.abs().amax()).nonzero()
-    return int(rows[0]) if len(rows) else None

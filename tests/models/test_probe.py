@@ -1,4 +1,4 @@
-"""The isolation probe: correct models are clean, and every planted bug is named by its cause."""
+"""The isolation probe: correct models are clean, and every planted bug is found, with its place and what to do."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import multipack
 from multipack import Decoder, ModelShape, isolation_probe
-from multipack.integrations.probe_documents import packed_batch, transformers_batch
+from multipack.models.probe_batch import packed_batch, transformers_batch
 
 transformers = pytest.importorskip("transformers", "4.53", "transformers makes masks of documents since 4.53")
 
@@ -79,7 +79,7 @@ def test_sixteen_bits_are_clean_and_leak():
     for family in ("Llama", "Mixtral"):
         model = built(family).bfloat16()
         assert isolation_probe(model).ok
-        assert isolation_probe(model, with_changes(use_cache=True)).causes == ("cache",)
+        assert isolation_probe(model, with_changes(use_cache=True)).causes == ("leak",)
 
 
 def test_small_leaks_in_sixteen_bits_are_found():
@@ -109,7 +109,7 @@ def test_adapters_are_probed():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(built("Llama"), peft.LoraConfig(task_type="CAUSAL_LM"))
     assert isolation_probe(model).ok
-    assert isolation_probe(model, with_changes(attention_mask="ones")).causes == ("mask",)
+    assert isolation_probe(model, with_changes(attention_mask="ones")).causes == ("leak",)
 
 
 # --- batches with a planted bug -----------------------------------------------------------------------
@@ -184,17 +184,10 @@ BATCHES = {
     "cu_seqlens without the first bound": (bounds(lambda bound: bound[1:]), "bounds"),
     "two documents as one in cu_seqlens": (bounds(lambda bound: bound[[0, 1, 3]]), "bounds"),
     "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "longest"),
-    "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions"),
+    "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions leak"),
     "positions from 1": ({"position_ids": lambda batch: batch["position_ids"] + 1}, "positions"),
-    "positions of one document go on": ({"position_ids": continued}, "positions"),
-    "no positions": ({"position_ids": None}, "positions"),
+    "positions of one document go on": ({"position_ids": continued}, "positions leak"),
     "seq_idx of one document": ({"seq_idx": lambda batch: torch.zeros_like(batch["seq_idx"])}, "segments"),
-    "cache on": ({"use_cache": True}, "cache"),
-    "cache by default": ({"use_cache": None}, "cache"),
-    "mask of ones": ({"attention_mask": "ones"}, "mask"),
-    "mask of document numbers": ({"attention_mask": owners}, "mask"),
-    "mask of padding": ({"attention_mask": padding_mask}, "mask"),
-    "causal 4D mask": ({"attention_mask": causal_mask}, "mask"),
     "target at a border": ({"labels": border_labels}, "border"),
     "labels shifted twice": ({"labels": shifted_labels}, "labels"),
     "labels of other tokens": ({"labels": lambda batch: batch["labels"].roll(3, 1)}, "labels"),
@@ -202,28 +195,53 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_planted_bug_of_a_batch_is_named(name):
-    changes, cause = BATCHES[name]
+def test_a_wrong_field_of_a_batch_is_named(name):
+    changes, causes = BATCHES[name]
     report = isolation_probe(built("Llama"), with_changes(**changes))
-    assert report.causes == (cause,)
-    with pytest.raises(ValueError, match=f"packed documents are not isolated: .*{cause}: ") as error:
+    assert report.causes == tuple(causes.split())
+    with pytest.raises(ValueError, match=f"not isolated: .*{report.causes[0]}: ") as error:
+        report.check()
+    assert "\n" not in str(error.value)
+    if "leak" in report.causes:
+        assert "correct the batch first" in report.findings[1].remedy
+
+
+CONVENTIONS = {
+    "no positions": ({"position_ids": None}, "position_ids"),
+    "cache on": ({"use_cache": True}, "use_cache=False"),
+    "cache by default": ({"use_cache": None}, "use_cache=False"),
+    "mask of ones": ({"attention_mask": "ones"}, "no attention_mask"),
+    "mask of document numbers": ({"attention_mask": owners}, "no attention_mask"),
+    "mask of padding": ({"attention_mask": padding_mask}, "no attention_mask"),
+    "causal 4D mask": ({"attention_mask": causal_mask}, "no attention_mask"),
+    "two": ({"use_cache": None, "position_ids": None}, "use_cache=False and position_ids"),
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_a_convention_that_a_batch_lacks_is_what_to_do_next(name):
+    changes, lacking = CONVENTIONS[name]
+    report = isolation_probe(built("Llama"), with_changes(**changes))
+    assert report.causes == ("leak",)
+    assert "model.layers.0.self_attn (LlamaAttention)" in report.findings[0].text
+    assert f"give the model {lacking}, as PackedDataCollator does" in report.findings[0].remedy
+    with pytest.raises(
+        ValueError, match=r"not isolated: document \d changes document \d by .*leak: "
+    ) as error:
         report.check()
     assert "\n" not in str(error.value)
 
 
-def test_two_bugs_are_both_named():
-    report = isolation_probe(built("Llama"), with_changes(use_cache=None, position_ids=None))
-    assert set(report.causes) == {"cache", "positions"}
-
-
-def test_a_mask_that_drops_the_window_is_named():
+def test_a_mask_that_drops_the_window_is_a_difference():
     def block_mask(batch):
         owner, mask = batch["seq_idx"][0], causal_mask(batch)
         return mask.masked_fill(owner[:, None] != owner, torch.finfo(torch.float32).min)
 
     report = isolation_probe(built("Mistral", sliding_window=4), with_changes(attention_mask=block_mask))
     assert not report.leaks
-    assert report.causes == ("mask",)
+    assert report.causes == ("difference",)
+    assert "self_attn (MistralAttention), in " in report.findings[0].text
+    assert "give the model no attention_mask" in report.findings[0].remedy
 
 
 def test_a_batch_that_lost_tokens_is_refused():
@@ -374,40 +392,46 @@ def count_twice(batch):
 
 torch.manual_seed(0)  # of the weights of these layers
 MODELS = {
-    "attention over the whole pack": (Attention(lambda owner, batch: causal(owner)), "attention"),
-    "mask one token too far": (Attention(inside_shifted), "attention"),
-    "last two documents merged": (Attention(inside_merged), "attention"),
+    "attention over the whole pack": (Attention(lambda owner, batch: causal(owner)), "leak"),
+    "mask one token too far": (Attention(inside_shifted), "leak"),
+    "last two documents merged": (Attention(inside_merged), "leak"),
     "bidirectional attention over the pack": (
         Attention(lambda owner, batch: torch.ones_like(causal(owner))),
-        "attention",
+        "leak",
     ),
     "bidirectional attention in documents": (
         Attention(lambda owner, batch: owner[:, None] == owner),
         "future",
     ),
-    "window lost in packs": (Attention(windowed_alone), "window"),
-    "positions ignored": (Attention(inside, count_all), "positions"),
-    "positions scaled in packs": (Attention(inside, count_twice), "positions"),
-    "recurrent state": (Recurrence(), "recurrent"),
-    "convolution state": (Convolution(), "convolution"),
-    "token shift": (Shift(), "convolution"),
-    "experts with a capacity": (CapacityExperts(), "routing"),
-    "statistics of the pack": (PackNorm(), "statistics"),
+    "window lost in packs": (Attention(windowed_alone), "difference"),
+    "recurrent state": (Recurrence(), "leak"),
+    "convolution state": (Convolution(), "leak"),
+    "token shift": (Shift(), "leak"),
+    "experts with a capacity": (CapacityExperts(), "leak"),
+    "statistics of the pack": (PackNorm(), "leak"),
     "state between calls": (Stateful(), "state"),
-    "averages of earlier tokens": (Averages(), "mixing"),
+    "averages of earlier tokens": (Averages(), "leak"),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_planted_bug_of_a_model_is_named(name):
+def test_planted_bug_of_a_model_is_found_with_its_module(name):
     layer, cause = MODELS[name]
     torch.manual_seed(0)
     report = isolation_probe(Tiny(layer))
     assert cause in report.causes
     assert set(report.causes) <= {cause, "future"}
     named = [finding.text for finding in report.findings if finding.cause == cause]
-    if report.leaks and cause not in ("state", "positions"):
-        assert "layer" in named[0] or "positions" in named[0]
+    if cause in ("leak", "difference"):
+        assert ": layer" in named[0]
+
+
+@pytest.mark.parametrize("count", [count_all, count_twice])
+def test_positions_that_no_module_counts_are_a_difference(count):
+    report = isolation_probe(Tiny(Attention(inside, count)))
+    assert report.causes == ("difference",)
+    assert not report.leaks
+    assert "positions" in report.findings[0].remedy
 
 
 def test_a_correct_plain_model_is_clean():
@@ -432,16 +456,16 @@ def test_targets_of_a_packed_batch_are_checked():
 
 
 MODELS_OF_TRANSFORMERS = {
-    "mask without positions": ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}, "attention", "self_attn"),
-    "recurrent layers": ("Mamba", {"state_size": 4}, "recurrent", "mixer"),
+    "mask without positions": ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}, "self_attn"),
+    "recurrent layers": ("Mamba", {"state_size": 4}, "mixer"),
 }
 
 
 @pytest.mark.parametrize("name", MODELS_OF_TRANSFORMERS)
 def test_models_of_transformers_that_ignore_bounds_are_named(name):
-    family, changes, cause, module = MODELS_OF_TRANSFORMERS[name]
+    family, changes, module = MODELS_OF_TRANSFORMERS[name]
     report = isolation_probe(built(family, "eager", **changes))
-    assert report.causes == (cause,)
+    assert report.causes == ("leak",)
     assert module in report.findings[0].text
     assert (0, 1) in report.leaks
 
@@ -471,7 +495,9 @@ def test_two_rows_under_an_attention_that_reads_one():
     model = built("Llama")
     model.config._attn_implementation = "one_row"
     assert isolation_probe(model).ok
-    assert isolation_probe(model, two_rows).causes == ("rows",)
+    report = isolation_probe(model, two_rows)
+    assert report.causes == ("leak",)
+    assert "give the model one row" in report.findings[0].remedy
 
 
 def test_what_cannot_be_probed_is_said_in_one_line():

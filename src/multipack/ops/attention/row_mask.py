@@ -1,4 +1,4 @@
-"""The mask function "multipack" of transformers: what a mask of rows without padding says, without its T² elements.
+"""The mask function "multipack" of transformers: the mask of rows without padding, without its T² elements.
 
 transformers describes a mask by a function of the indices of a query and a key. For the masks of causal decoders its
 values at O(T) pairs are enough: neighbors show where documents and chunks begin, and the pairs at the first key that
@@ -10,6 +10,7 @@ each query sees show that nothing else is masked.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,6 +23,11 @@ NAME = "multipack"
 def refuse(what: str, instead: str) -> NoReturn:
     """Raise the error of something that the attention function does not do exactly."""
     raise ValueError(f"attn_implementation={NAME} does not support {what}: {instead}")
+
+
+def makes_document_masks() -> bool:
+    """Whether transformers makes masks of documents from `position_ids`, and knows the windows of layers (≥ 4.53)."""
+    return importlib.util.find_spec("transformers.masking_utils") is not None
 
 
 class RowMask(Tensor):

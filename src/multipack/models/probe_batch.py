@@ -1,0 +1,293 @@
+"""Batches of the isolation probe: its documents, how they are packed, where they are, and fields that are wrong.
+
+Fields are read by their names in transformers (`position_ids`, `cu_seq_lens_q`, `max_length_q`, `seq_idx`, `labels`,
+`attention_mask`, `use_cache`) or in `PackedBatch` (`cu_seqlens`, `max_seqlen`, `targets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multipack.data.batch import IGNORE, PackedBatch
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.probe_report import ProbeFinding
+from multipack.ops.attention.model_inputs import model_inputs
+from multipack.planning.lengths import check_integer, check_lengths, short
+
+Documents = Sequence[Sequence[int]]
+BOUNDS, LONGEST = (
+    ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
+    ("max_length_q", "max_length_k", "max_seqlen"),
+)
+
+
+def transformers_batch(documents: Documents) -> dict[str, Any]:
+    """Documents as the arguments of a model of transformers, without labels."""
+    return model_inputs(packed_batch(documents))
+
+
+def packed_batch(documents: Documents) -> PackedBatch:
+    """Documents as a `PackedBatch` in which every token but the first of a document is a target."""
+    collate = PackedCollator(len(documents), max(map(len, documents)))
+    tokens = [np.array(document, dtype=np.uint32) for document in documents]
+    return collate([Document(each, np.array([[0, len(each)]])) for each in tokens])
+
+
+def find_vocabulary_size(model: Any, config: Any) -> int:
+    """Size of the vocabulary.
+
+    Raises:
+        ValueError: the model has neither a configuration nor an embedding that says it.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    sizes = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
+    if config is not None:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if getattr(text, "vocab_size", None):
+            return int(text.vocab_size)
+    if own := getattr(getattr(model, "shape", None), "vocabulary_size", None):
+        return int(own)
+    if not sizes:
+        raise ValueError("the model has no embedding: pass vocabulary_size=…")
+    return max(sizes)
+
+
+def special_tokens(config: Any) -> set[int]:
+    """Tokens that a configuration gives a meaning: padding, images and others."""
+    found: set[int] = set()
+    for part in (config, getattr(config, "text_config", None)):
+        for name, value in vars(part).items() if part is not None else ():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                found.update(
+                    each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
+                )
+    return found
+
+
+def draw_tokens(
+    lengths: tuple[int, ...], size: int, special: set[int]
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Documents of distinct tokens, as far as the vocabulary allows, and as many other tokens for each."""
+    sizes = check_lengths(lengths).tolist()
+    if len(sizes) < 2:
+        raise ValueError(f"lengths={short(lengths)}: the probe needs at least two documents")
+    size = check_integer("vocabulary_size", size)
+    allowed = torch.tensor([token for token in range(min(size, 1 << 16)) if token not in special])
+    if len(allowed) < 2:
+        raise ValueError(
+            f"a vocabulary of {size:,} tokens, {len(special)} of them special, leaves none to change: pass a larger"
+            " vocabulary_size"
+        )
+    generator, total, choices = torch.Generator().manual_seed(0), sum(sizes), len(allowed)
+    if choices >= total:
+        drawn = torch.randperm(choices, generator=generator)[:total]
+    else:
+        drawn = torch.randint(choices, (total,), generator=generator)
+    tokens, others = allowed[drawn], allowed[(drawn + choices // 2) % choices]
+    return [part.tolist() for part in torch.split(tokens, sizes)], list(torch.split(others, sizes))
+
+
+# --- where the documents are ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A batch, and where each document is in its flattened `input_ids`.
+
+    Attributes:
+        given: the batch as the model takes it: a mapping or a dataclass.
+        spans: first slot and end of each document.
+    """
+
+    given: Any
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Fields of the batch."""
+        return _fields(self.given)
+
+    @property
+    def ids(self) -> Tensor:
+        """`input_ids`: (T,) or (rows, T)."""
+        ids: Tensor = self.values["input_ids"]
+        return ids
+
+    @property
+    def width(self) -> int:
+        """Slots of a row."""
+        return self.ids.shape[-1]
+
+    def with_values(self, **values: Any) -> PlacedBatch:
+        """The same batch with other fields."""
+        if isinstance(self.given, Mapping):
+            return replace(self, given={**self.given, **values})
+        return replace(self, given=replace(self.given, **values))
+
+    def with_tokens(self, number: int, tokens: Tensor) -> PlacedBatch:
+        """The same batch with other tokens in the last slots of document `number`."""
+        ids, end = self.ids.clone(), self.spans[number][1]
+        ids.view(-1)[end - len(tokens) : end] = tokens.to(ids)
+        return self.with_values(input_ids=ids)
+
+
+def place(given: Any, documents: Documents) -> PlacedBatch:
+    """Find the documents in a batch.
+
+    Raises:
+        ValueError: the batch has no `input_ids`, or a document is not in them as it was given.
+    """
+    values = _fields(given)
+    ids = values.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            "the probe's batch has no tensor input_ids: make_batch must return a mapping or a PackedBatch"
+        )
+    flat, width, spans = ids.reshape(-1).tolist(), ids.shape[-1], []
+    for number, document in enumerate(documents):
+        length = len(document)
+        starts = (
+            start
+            for start in range(len(flat) - length + 1)
+            if flat[start : start + length] == list(document)
+            and start // width == (start + length - 1) // width
+        )
+        start = next(starts, None)
+        if start is None:
+            raise ValueError(
+                f"make_batch: document {number + 1} of {len(documents)} ({length} tokens) is not whole in one row of"
+                " input_ids; it must be packed without truncation or change"
+            )
+        spans.append((start, start + length))
+    return PlacedBatch(given, tuple(spans))
+
+
+def _fields(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if is_dataclass(given) and not isinstance(given, type):
+        return dict(vars(given))
+    raise ValueError(
+        f"make_batch returned {type(given).__name__}: return a mapping of keyword arguments or a PackedBatch"
+    )
+
+
+# --- fields that are wrong whatever the model does with them ------------------------------------------
+
+
+def wrong_fields(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    """Fields that contradict the documents."""
+    yield from _wrong_bounds(batch)
+    yield from _wrong_rows(batch)
+    yield from _wrong_targets(batch)
+
+
+def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    values, longest = batch.values, max(end - start for start, end in batch.spans)
+    given = {name: values[name] for name in BOUNDS if isinstance(values.get(name), Tensor)}
+    for name, bounds in given.items():
+        if why := _bounds_problem(bounds, batch):
+            yield ProbeFinding(
+                "bounds",
+                f"{name}={bounds.tolist()} {why}",
+                f"give int32 bounds of every document, from 0 to {batch.ids.numel()}",
+            )
+            break
+    below = [name for name in LONGEST if values.get(name) is not None and int(values[name]) < longest]
+    if below:
+        yield ProbeFinding(
+            "longest",
+            f"{below[0]}={int(values[below[0]])}, but a document has {longest} tokens: kernels leave out the rest",
+            f"set {' and '.join(below)} to at least {longest}",
+        )
+
+
+def _bounds_problem(bounds: Tensor, batch: PlacedBatch) -> str:
+    found, slots = bounds.reshape(-1).tolist(), batch.ids.numel()
+    if bounds.dtype != torch.int32:
+        return f"is {str(bounds.dtype).removeprefix('torch.')}, and attention kernels read int32"
+    if found[:1] != [0] or found[-1] != slots or any(a > b for a, b in pairwise(found)):
+        return f"does not rise from 0 to the {slots} slots"
+    for number, (start, end) in enumerate(batch.spans, 1):
+        if not {start, end} <= set(found) or any(start < bound < end for bound in found):
+            return f"does not bound document {number}, which has slots {start} to {end}"
+    return ""
+
+
+def _wrong_rows(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    """Wrong `position_ids` and `seq_idx`."""
+    values = batch.values
+    positions = _per_slot(values.get("position_ids"), batch)
+    for number, (start, end) in enumerate(batch.spans, 1):
+        if positions is not None and positions[start:end] != list(range(end - start)):
+            yield ProbeFinding(
+                "positions",
+                f"position_ids of document {number} begin with {positions[start : start + 3]} instead of [0, 1, 2]",
+                "count position_ids from 0 in every document",
+            )
+            break
+    segments = _per_slot(values.get("seq_idx"), batch)
+    if segments is None:
+        return
+    own = [set(segments[start:end]) for start, end in batch.spans]
+    if any(len(each) > 1 for each in own) or len(set.union(*own)) < len(own):
+        yield ProbeFinding(
+            "segments",
+            "seq_idx is not one number per document: kernels of recurrent layers carry state between documents",
+            "number the documents 0, 1, 2, … in seq_idx (int32)",
+        )
+
+
+def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:
+    """A value for each slot; None if the field is missing or has another form."""
+    if not isinstance(tensor, Tensor) or tensor.numel() != batch.ids.numel():
+        return None
+    return tensor.reshape(-1).tolist()
+
+
+def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    """Targets, or labels, which are targets before the model shifts them, of other tokens than the next ones."""
+    ids, labels = batch.ids.reshape(-1).tolist(), _per_slot(batch.values.get("labels"), batch)
+    targets = _per_slot(batch.values.get("targets"), batch) if labels is None else [*labels[1:], IGNORE]
+    if targets is None:
+        return
+    for number, (start, end) in enumerate(batch.spans, 1):
+        if any(targets[slot] not in (IGNORE, ids[slot + 1]) for slot in range(start, end - 1)):
+            text, remedy = (
+                f"targets of document {number} are not its next tokens",
+                "targets are the next tokens",
+            )
+            if labels is not None:
+                text = f"labels of document {number} are not its tokens: the model shifts them"
+                remedy = f"labels are a copy of input_ids, {IGNORE} where there is no target"
+            yield ProbeFinding("labels", text, remedy)
+            return
+    for number, (_, end) in enumerate(batch.spans, 1):
+        if targets[end - 1] != IGNORE and (labels is None or end % batch.width):
+            field = "last target" if labels is None else "first label"
+            yield ProbeFinding(
+                "border",
+                f"the last token of document {number} is trained to predict {targets[end - 1]}, of another document",
+                f"set the {field} of every document to {IGNORE}",
+            )
+            return
+
+
+def other_conventions(batch: PlacedBatch, config: Any) -> list[str]:
+    """What a batch for a model of transformers lacks of the conventions that keep documents apart in its attention."""
+    values = batch.values
+    kept = {
+        "use_cache=False": values.get("use_cache", getattr(config, "use_cache", False)) is False,
+        "no attention_mask": values.get("attention_mask") is None,
+        "position_ids": values.get("position_ids") is not None,
+        "one row": batch.ids.numel() == batch.width,
+    }
+    return [convention for convention, holds in kept.items() if not holds]
