@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multipack.data.collate import PackedCollator, pad_documents
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator, pad_documents
+from multipack.data.views.documents import Document
 from multipack.ops.attention import BACKENDS, attention, select
 from multipack.ops.attention.table import Request
 from result import RESULTS, parser_of, write_result

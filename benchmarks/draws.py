@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.planning.packing import pack
 from result import parser_of, write_result
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePair
+from multipack.data.packs.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePair
 from multipack.parallel.world import World, choose_device
 from multipack.reports.console import Console
 from multipack.training.compare import timed_step

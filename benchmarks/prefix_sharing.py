@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 from result import parser_of, write_result

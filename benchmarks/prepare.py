@@ -32,11 +32,11 @@ from typing import Any
 
 import tokenizers
 
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import batches, items_of, prepare
-from multipack.data.sources import Source
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig, build_tokenizer, train_bpe
+from multipack.data.stores.prepare import batches, items_of, prepare
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.sources import Source
+from multipack.data.text.tokenizer import TokenizerConfig, build_tokenizer, train_bpe
 from result import parser_of, write_result
 
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"

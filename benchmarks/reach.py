@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from multipack.training.importing.imported import Imported, import_axolotl
+from multipack.imports.imported import Imported, import_axolotl
 from result import parser_of, write_result
 
 EXAMPLES = Path(__file__).parents[1].parent / "shared" / "data" / "axolotl" / "examples.jsonl"

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from multipack.data.common_prefix import common_prefixes, cut, shared, sort_by_tokens
-from multipack.data.data_config import DataConfig, TokenizerConfig
-from multipack.data.documents import Documents
-from multipack.data.prepare import prepare
-from multipack.data.shared_prefixes import SharedPrefixes
-from multipack.data.store import TokenStore
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.data_config import DataConfig, TokenizerConfig
+from multipack.data.views.common_prefix import common_prefixes, cut, shared, sort_by_tokens
+from multipack.data.views.documents import Documents
+from multipack.data.views.shared_prefixes import SharedPrefixes
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report

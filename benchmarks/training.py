@@ -33,12 +33,12 @@ import numpy as np
 import torch
 
 from host_runs import SETS, Speed, Stopwatch, run
-from multipack.data.collate import pad_documents
-from multipack.data.documents import Documents
-from multipack.data.stdlib import library_files, parse_file
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.packs.collate import pad_documents
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.stdlib import library_files, parse_file
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.data.views.documents import Documents
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh

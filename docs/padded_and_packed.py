@@ -92,7 +92,7 @@ def draw(lengths: list[int]) -> str:
 
 
 def main() -> None:
-    from multipack.data.corpus import load_corpus
+    from multipack.data.views.corpus import load_corpus
     from multipack.training.run_config import compose
 
     config = compose([])

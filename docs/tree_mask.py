@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.ops.attention import document_mask
 
 TEXTS = (

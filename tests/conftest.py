@@ -147,7 +147,7 @@ def words(run_words):
 @pytest.fixture
 def document():
     """(length, seed, prompt) → Document whose first `prompt` tokens are no targets."""
-    from multipack.data.documents import Document
+    from multipack.data.views.documents import Document
 
     def make(length: int, seed: int = 0, prompt: int = 0):
         tokens = np.random.default_rng([seed, length]).integers(0, 50, length).astype(np.uint16)
@@ -167,7 +167,7 @@ def documents(document):
 @pytest.fixture
 def pack():
     """(documents, pad_to) → PackedBatch."""
-    from multipack.data.collate import PackedCollator
+    from multipack.data.packs.collate import PackedCollator
 
     def make(documents, pad_to=None):
         return PackedCollator(max_documents=8, max_seqlen=64, pad_to=pad_to, pad_id=3)(documents)
@@ -178,7 +178,7 @@ def pack():
 @pytest.fixture
 def pad():
     """Documents → PackedBatch of padded rows."""
-    from multipack.data.collate import pad_documents
+    from multipack.data.packs.collate import pad_documents
 
     return partial(pad_documents, pad_id=3)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer
 
 SIZES = {
     "vocab_size": 264,

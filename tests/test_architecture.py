@@ -30,8 +30,10 @@ LEFT_OF = {
     "integrations": "untrusted words machine shapes planning data ops models",
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "untrusted words machine atomic checksums shapes run planning data",
+    "imports": "untrusted words shapes data models parallel",
     "training": "untrusted words hub machine atomic checksums shapes run planning data ops models parallel reports",
-    "cli": "untrusted words machine atomic shapes run planning data ops models parallel reports training launch",
+    "cli": "untrusted words machine atomic shapes run planning data ops models parallel reports training launch"
+    " imports",
 }
 """Rooms that a room may import, beside itself."""
 TORCH_FREE = [
@@ -88,6 +90,10 @@ def _arrows():
     return arrows
 
 
+DATA = ("text", "stores", "views", "packs")
+"""Folders of data/: each imports itself and those before it."""
+
+
 def _room(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -101,6 +107,16 @@ def test_imports_point_left():
         wrong += [
             f"{name} imports {other}" for other in _arrows()[name] if other.split(".")[1] not in allowed
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_between_the_folders_of_data_point_left():
+    wrong = []
+    for name, others in _arrows().items():
+        for other in others:
+            folders = [each.removeprefix("multipack.data.").partition(".")[0] for each in (name, other)]
+            if {*folders} <= {*DATA} and DATA.index(folders[0]) < DATA.index(folders[1]):
+                wrong.append(f"{name} imports {other}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_models import SIZES
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer
+from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer
 from multipack.hub import model_folder
 from multipack.models.probe_batch import packed_batch
 from multipack.training.inference import load_model

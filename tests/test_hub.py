@@ -33,7 +33,7 @@ def snapshot(cache, tmp_path):
     """A model in the cache, in the hub's layout: files are links to blobs."""
     from safetensors.torch import save_file
 
-    from multipack.data.tokenizer import byte_tokenizer
+    from multipack.data.text.tokenizer import byte_tokenizer
     from multipack.models.huggingface import config_of, to_huggingface
 
     torch.manual_seed(0)

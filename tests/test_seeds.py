@@ -247,7 +247,7 @@ def test_wordplay_parameters():
 
 
 def test_shakespeare_has_the_characters_of_the_log(shared_data):
-    from multipack.data.tokenizer import character_tokenizer
+    from multipack.data.text.tokenizer import character_tokenizer
 
     text = (shared_data / "text" / "tinyshakespeare.txt").read_text(encoding="utf-8")
     assert [len(text), character_tokenizer(iter([text])).vocabulary_size] == list(TEXT.values())

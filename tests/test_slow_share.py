@@ -39,7 +39,7 @@ def test_eight_landings_see_all(tree, counted):
     seen = []
     for landing in range(8):
         for _ in range(landing % 3 if counted else 0):
-            commit(tree, "src/multipack/data/store.py")
+            commit(tree, "src/multipack/data/stores/store.py")
         commit(tree, "README.md", *([".ci/landing"] if counted else []))
         seen += slow_share.chosen(NAMES, slow_share.landing(tree)[0], ())
     assert sorted(seen) == sorted(NAMES)  # each once

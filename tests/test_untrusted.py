@@ -36,7 +36,7 @@ def hostile(tmp_path, monkeypatch):
 
 
 def test_code_of_a_tokenizer_is_refused(hostile):
-    from multipack.data.tokenizer import TokenizerConfig, load_tokenizer
+    from multipack.data.text.tokenizer import TokenizerConfig, load_tokenizer
 
     with pytest.raises(ValueError, match=r"tokenizer\.path=.* code of its own") as refused:
         load_tokenizer(TokenizerConfig("transformers", str(hostile)))

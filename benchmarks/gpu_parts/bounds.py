@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from gpu_parts.common import median_seconds, options_of, write_part
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.ops.attention import attention, select
 
 HEADS, WIDTH, ENTRIES = 32, 64, 326

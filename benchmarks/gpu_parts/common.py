@@ -63,8 +63,8 @@ def write_store(folder: Path, lengths: list[int], vocabulary: int) -> np.ndarray
     """Write a token store of documents of random tokens; returns all tokens in a row."""
     import tokenizers
 
-    from multipack.data.tokenizer import Tokenizer
-    from multipack.data.writer import StoreWriter
+    from multipack.data.stores.writer import StoreWriter
+    from multipack.data.text.tokenizer import Tokenizer
 
     words = tokenizers.models.WordLevel({f"t{number}": number for number in range(vocabulary)})
     tokens = np.random.default_rng(1).integers(0, vocabulary, sum(lengths), dtype=np.uint32)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import multipack
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations import openrlhf, verl
 from multipack.integrations.collator import PackedDataCollator, document_lengths
 from support_tables.table import ABSENT, Table, answer, unless_run

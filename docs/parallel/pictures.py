@@ -335,7 +335,7 @@ def family_of(candidate: Any) -> tuple[str, str]:
 def real_plan(capacity: int = 2048) -> tuple[Any, int]:
     """A plan of the embedded corpus with 16 packs a step, and a step in its middle."""
     import multipack
-    from multipack.data.corpus import load_corpus
+    from multipack.data.views.corpus import load_corpus
     from multipack.training.run_config import compose
 
     config = compose([])

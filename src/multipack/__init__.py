@@ -24,13 +24,13 @@ _PUBLIC = {
     "CostModel": "multipack.planning.cost",
     "ModelShape": "multipack.shapes",
     "SHAPES": "multipack.shapes",
-    "TokenStore": "multipack.data.store",
-    "Document": "multipack.data.documents",
-    "Documents": "multipack.data.documents",
-    "PackedBatch": "multipack.data.batch",
-    "PackedBatchSampler": "multipack.data.sampler",
-    "PackedCollator": "multipack.data.collate",
-    "PackedLoader": "multipack.data.loader",
+    "TokenStore": "multipack.data.stores.store",
+    "Document": "multipack.data.views.documents",
+    "Documents": "multipack.data.views.documents",
+    "PackedBatch": "multipack.data.packs.batch",
+    "PackedBatchSampler": "multipack.data.packs.sampler",
+    "PackedCollator": "multipack.data.packs.collate",
+    "PackedLoader": "multipack.data.packs.loader",
     "attention": "multipack.ops.attention",
     "Decoder": "multipack.models.decoder",
     "linear_cross_entropy": "multipack.ops.loss",
@@ -45,13 +45,13 @@ _LEFT = {"PackedStreamDataset": "iterate PackStream, and give each rank its pack
 """Names that were public once → what to use."""
 
 if TYPE_CHECKING:
-    from multipack.data.batch import PackedBatch as PackedBatch
-    from multipack.data.collate import PackedCollator as PackedCollator
-    from multipack.data.documents import Document as Document
-    from multipack.data.documents import Documents as Documents
-    from multipack.data.loader import PackedLoader as PackedLoader
-    from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
-    from multipack.data.store import TokenStore as TokenStore
+    from multipack.data.packs.batch import PackedBatch as PackedBatch
+    from multipack.data.packs.collate import PackedCollator as PackedCollator
+    from multipack.data.packs.loader import PackedLoader as PackedLoader
+    from multipack.data.packs.sampler import PackedBatchSampler as PackedBatchSampler
+    from multipack.data.stores.store import TokenStore as TokenStore
+    from multipack.data.views.documents import Document as Document
+    from multipack.data.views.documents import Documents as Documents
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
     from multipack.models.probe import isolation_probe as isolation_probe

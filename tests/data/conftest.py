@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from multipack.data import writer as writer_module
-from multipack.data.data_config import DataConfig
-from multipack.data.documents import Documents
-from multipack.data.shards import StoreHeader
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import SHARD_TOKENS, ShardBuilder, StoreWriter
+from multipack.data.stores import writer as writer_module
+from multipack.data.stores.shards import StoreHeader
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import SHARD_TOKENS, ShardBuilder, StoreWriter
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.data.views.documents import Documents
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multipack.data import arriving as room
-from multipack.data.arriving import HEAD, GrowingFolder, StreamedRecords, StreamInterrupted
-from multipack.data.corpus import Corpus, load_corpus
-from multipack.data.overlong import FitReport
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.views import arriving as room
+from multipack.data.views.arriving import HEAD, GrowingFolder, StreamedRecords, StreamInterrupted
+from multipack.data.views.corpus import Corpus, load_corpus
+from multipack.data.views.overlong import FitReport
 from multipack.training.run_report import corpus_notes
 
 LENGTHS = np.random.default_rng(3).integers(2, 40, 60)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data import chat as room
-from multipack.data.chat import ChatTemplate, built_in_template, resolve_template
-from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer
+from multipack.data.text import chat as room
+from multipack.data.text.chat import ChatTemplate, built_in_template, resolve_template
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import END, TokenizerConfig, byte_tokenizer
 
 CHATML = built_in_template("chatml")
 LLAMA3 = built_in_template("llama3")

@@ -9,8 +9,8 @@ import threading
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from multipack.data import chat_sandbox as room
-from multipack.data.chat import ChatTemplate
+from multipack.data.text import chat_sandbox as room
+from multipack.data.text.chat import ChatTemplate
 
 CHAT = [
     {"role": "system", "content": " Be brief. "},

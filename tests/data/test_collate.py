@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.batch import IGNORE
-from multipack.data.collate import PackedCollator, pad_documents
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator, pad_documents
+from multipack.data.views.documents import IGNORE, Document
 from multipack.planning.plan import plan
 
 

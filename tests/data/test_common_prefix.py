@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.common_prefix import (
+from multipack.data.views.common_prefix import (
     common_prefixes,
     cut,
     least_slots,
     shared,
     sort_by_tokens,
 )
-from multipack.data.prefix_tree import PrefixTree
+from multipack.data.views.prefix_tree import PrefixTree
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multipack.data import corpus as module
-from multipack.data import stdlib, stored_lengths
-from multipack.data.corpus import load_corpus
-from multipack.data.prepare import prepare
-from multipack.data.shards import HEADER
-from multipack.data.store import TokenStore
-from multipack.data.stored_lengths import read_lengths
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.shards import HEADER
+from multipack.data.stores.store import TokenStore
+from multipack.data.text import stdlib
+from multipack.data.text.tokenizer import TokenizerConfig
+from multipack.data.views import corpus as module
+from multipack.data.views import stored_lengths
+from multipack.data.views.corpus import load_corpus
+from multipack.data.views.stored_lengths import read_lengths
 
 AUTO, BYTE, CHAR, BPE = (TokenizerConfig(*given) for given in ((), ("byte",), ("char",), ("bpe", "", 300)))
 

@@ -5,18 +5,18 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.corpus_report import CAPACITIES, CorpusReport
-from multipack.data.prepare import prepare
-from multipack.data.shards import shard_name
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.shards import shard_name
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.views.corpus_report import CAPACITIES, CorpusReport
 from multipack.reports.summary import histogram_lines, store_rows
 
 BYTE = TokenizerConfig("byte")
 
 
 def test_the_figures_of_a_corpus(write_store, monkeypatch):
-    monkeypatch.setattr("multipack.data.corpus_report._BLOCK", 64)
+    monkeypatch.setattr("multipack.data.views.corpus_report._BLOCK", 64)
     draw = np.random.default_rng(3)
     lengths = [int(length) for length in np.clip(draw.lognormal(5, 1.5, 300), 2, 5000)]
     report = CorpusReport(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)

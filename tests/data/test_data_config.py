@@ -1,6 +1,6 @@
 import pytest
 
-from multipack.data.data_config import DataConfig
+from multipack.data.text.data_config import DataConfig
 
 TEXT, JSONL = {"source": "text", "path": "x"}, {"source": "jsonl", "path": "x"}
 STREAM = {"source": "huggingface", "path": "x", "stream": True}

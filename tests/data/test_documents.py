@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.batch import IGNORE
-from multipack.data.documents import Documents
+from multipack.data.views.documents import IGNORE, Documents
 
 
 def counted(documents):

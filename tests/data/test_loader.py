@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Documents
-from multipack.data.loader import THREAD, PackedLoader
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.loader import THREAD, PackedLoader
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import Documents
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.corpus import load_corpus
-from multipack.data.documents import Documents
-from multipack.data.mixture import mix
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.views.corpus import load_corpus
+from multipack.data.views.documents import Documents
+from multipack.data.views.mixture import mix
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from multipack.data.corpus import load_corpus
-from multipack.data.documents import Documents
-from multipack.data.prepare import prepare
-from multipack.data.shown import show
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.tokenizer import TokenizerConfig
+from multipack.data.views.corpus import load_corpus
+from multipack.data.views.documents import Documents
+from multipack.data.views.shown import show
 from multipack.reports.console import Console
 
 WITHOUT_CALLS = (

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.batch import IGNORE
-from multipack.data.documents import Documents
+from multipack.data.views.documents import IGNORE, Documents
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePairs
-from multipack.data.documents import Documents
-from multipack.data.shared_prefixes import SharedPrefixes
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePairs
+from multipack.data.views.documents import Documents
+from multipack.data.views.shared_prefixes import SharedPrefixes
 from multipack.planning.options import PlanOptions
 
 

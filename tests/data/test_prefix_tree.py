@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.common_prefix import GRAIN
-from multipack.data.common_prefix import shared as shared_tokens
-from multipack.data.prefix_tree import PrefixTree
+from multipack.data.views.common_prefix import GRAIN
+from multipack.data.views.common_prefix import shared as shared_tokens
+from multipack.data.views.prefix_tree import PrefixTree
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=7)
 

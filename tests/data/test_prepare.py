@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.atomic import locked
-from multipack.data import prepare as module
-from multipack.data import writer as writer_module
-from multipack.data.corpus import load_corpus
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import items_of, prepare
-from multipack.data.shards import Shard
-from multipack.data.store import TokenStore
-from multipack.data.texts import SourceDocument, TextPart
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import ShardBuilder
+from multipack.data.stores import prepare as module
+from multipack.data.stores import writer as writer_module
+from multipack.data.stores.prepare import items_of, prepare
+from multipack.data.stores.shards import Shard
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import ShardBuilder
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.texts import SourceDocument, TextPart
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.views.corpus import load_corpus
 
 FORK = multiprocessing.get_context("fork")
 BYTE, CHAR, BPE = TokenizerConfig("byte"), TokenizerConfig("char"), TokenizerConfig("bpe", "", 300)
@@ -97,7 +97,7 @@ def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, t
     text = "def f(x):\n    return x  + 1\n\n\nprint( f(2) )\n" * 40
     data = config(source="text", path=text_file(text), documents="stream")
     whole = TokenStore(prepare(data, BPE, tmp_path / "whole"))
-    monkeypatch.setattr("multipack.data.texts.CHUNK", 64)
+    monkeypatch.setattr("multipack.data.text.texts.CHUNK", 64)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 64)
     monkeypatch.setattr(writer_module, "SHARD_TOKENS", 100)
     parts = TokenStore(prepare(data, BPE, tmp_path / "parts"))
@@ -368,7 +368,7 @@ def test_a_store_whose_lock_cannot_be_opened_is_reported(config, corpus, tmp_pat
             raise PermissionError(13, "Permission denied", str(path))
         return locked(path, **options)
 
-    monkeypatch.setattr("multipack.data.prepare.locked", refuse)
+    monkeypatch.setattr("multipack.data.stores.prepare.locked", refuse)
     lines = []
     prepare(config(source="jsonl", path=corpus), BYTE, tmp_path / "out", report=lines.append)
     assert "no lock keeps other processes from" in lines[0]

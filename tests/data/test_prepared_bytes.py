@@ -9,12 +9,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from multipack.data import prepare as module
-from multipack.data import writer as writer_module
-from multipack.data.prepare import items_of, prepare
-from multipack.data.shards import FORMAT, chain
-from multipack.data.sources import Source
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.stores import prepare as module
+from multipack.data.stores import writer as writer_module
+from multipack.data.stores.prepare import items_of, prepare
+from multipack.data.stores.shards import FORMAT, chain
+from multipack.data.text.sources import Source
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
 
 BYTE = TokenizerConfig("byte")
 RECORDS = {

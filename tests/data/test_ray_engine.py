@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from multipack.data import ray_engine
-from multipack.data.prepare import prepare
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores import ray_engine
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.tokenizer import TokenizerConfig
 
 BPE, CHAR = TokenizerConfig("bpe", "", 300), TokenizerConfig("char")
 

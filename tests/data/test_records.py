@@ -3,10 +3,10 @@ import math
 
 import pytest
 
-from multipack.data import chat_sandbox
-from multipack.data import records as room
-from multipack.data.records import read_messages, without_nulls
-from multipack.data.sources import Source
+from multipack.data.text import chat_sandbox
+from multipack.data.text import records as room
+from multipack.data.text.records import read_messages, without_nulls
+from multipack.data.text.sources import Source
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 OTHER = {"role": "assistant", "content": "Go away"}

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import Document
 from multipack.planning.plan import plan
 from multipack.planning.report import displacement
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
-from multipack.data.prefix_tree import PrefixTree
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.shared_prefixes import FlatTokens, SharedPrefixes
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import Document
+from multipack.data.views.prefix_tree import PrefixTree
+from multipack.data.views.shared_prefixes import FlatTokens, SharedPrefixes
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
 from multipack.planning.report import report

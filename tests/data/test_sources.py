@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data import texts as room
-from multipack.data.corpus import load_corpus
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.sources import Source, open_dataset
-from multipack.data.stdlib import library_files, parse_file
-from multipack.data.store import TokenStore
-from multipack.data.texts import divided, separated, stretches
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.store import TokenStore
+from multipack.data.text import texts as room
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.sources import Source, open_dataset
+from multipack.data.text.stdlib import library_files, parse_file
+from multipack.data.text.texts import divided, separated, stretches
+from multipack.data.text.tokenizer import TokenizerConfig
+from multipack.data.views.corpus import load_corpus
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}

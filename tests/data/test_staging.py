@@ -12,14 +12,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from multipack.data import staging
-from multipack.data.corpus import load_corpus
-from multipack.data.documents import Documents
-from multipack.data.prepare import prepare
-from multipack.data.shards import HEADER
-from multipack.data.staging import stage, verify_once
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores import staging
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.shards import HEADER
+from multipack.data.stores.staging import stage, verify_once
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.tokenizer import TokenizerConfig
+from multipack.data.views.corpus import load_corpus
+from multipack.data.views.documents import Documents
 
 BYTE, AUTO = TokenizerConfig("byte"), TokenizerConfig("auto")
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from multipack.data.documents import Documents
-from multipack.data.shards import FORMAT, HEADER, open_shard, shard_name
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer, character_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.stores.shards import FORMAT, HEADER, open_shard, shard_name
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import byte_tokenizer, character_tokenizer
+from multipack.data.views.documents import Documents
 
 FIRST = shard_name(0, 0)
 FIVE = [[(3, False), (9, True)], [(4, True)], [(8, True)], [(5, False)], [(7, True)]]

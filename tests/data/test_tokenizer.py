@@ -7,11 +7,11 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multipack.data import tokenizer as room
-from multipack.data.data_config import DataConfig
-from multipack.data.sources import Source
-from multipack.data.texts import TextPart
-from multipack.data.tokenizer import (
+from multipack.data.text import tokenizer as room
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.sources import Source
+from multipack.data.text.texts import TextPart
+from multipack.data.text.tokenizer import (
     Tokenizer,
     TokenizerConfig,
     build_tokenizer,

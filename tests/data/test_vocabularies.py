@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from multipack.data.chat import ChatTemplate, resolve_template
-from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer
+from multipack.data.text.chat import ChatTemplate, resolve_template
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer
 
 AWKWARD = [
     "",
@@ -53,7 +53,7 @@ def test_gpt2_equals_the_package(texts):
 def test_mistral_equals_the_package(texts):
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-    from multipack.data.vocabularies import TEKKEN
+    from multipack.data.text.vocabularies import TEKKEN
 
     (package,) = importlib.util.find_spec("mistral_common").submodule_search_locations
     file = Path(package) / "data" / TEKKEN

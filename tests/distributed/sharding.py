@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.ops.lora import add_adapters, initial_adapter, is_adapter, quantize
 from multipack.ops.quantized import PARTS

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import AXES, ParallelConfig
 from multipack.parallel.world import World

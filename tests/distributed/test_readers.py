@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Documents
-from multipack.data.loader import PackedLoader
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.loader import PackedLoader
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.data.views.documents import Documents
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.readers import ScatteredLoader, open_loader, opens_tokens

@@ -8,7 +8,7 @@ import pytest
 import sharding as tiny
 import torch
 
-from multipack.data.prepare import prepare
+from multipack.data.stores.prepare import prepare
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose

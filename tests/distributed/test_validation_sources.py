@@ -5,9 +5,9 @@ import json
 import pytest
 import sharding as tiny
 
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.run import RunDirectory
 from multipack.training.run_config import compose
 from multipack.training.train import train

@@ -11,9 +11,9 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 from attempts import Drill
 
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import TokenizerConfig
 
 
 @pytest.fixture

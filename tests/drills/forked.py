@@ -27,7 +27,7 @@ PRELOADED = [
     "numpy",
     "multipack.training.train",
     "multipack.training.export",
-    "multipack.data.corpus",
+    "multipack.data.views.corpus",
 ]
 EVENTS = [(os, name) for name in ("fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir", "chmod")]
 COMPARED = ("step", "loss", "lr", "grad_norm", "target_tokens", "padding", "val_loss", "train_loss")
@@ -106,9 +106,9 @@ def write_export(path: str, folder: str) -> None:
 
 def prepare_store(source: str, folder: str) -> None:
     """Tokenize a text by a tokenizer trained on it, with the cache and the store in a folder."""
-    from multipack.data.data_config import DataConfig
-    from multipack.data.prepare import prepare
-    from multipack.data.tokenizer import TokenizerConfig
+    from multipack.data.stores.prepare import prepare
+    from multipack.data.text.data_config import DataConfig
+    from multipack.data.text.tokenizer import TokenizerConfig
 
     data = DataConfig(source="text", path=source, cache=f"{folder}/cache")
     prepare(data, TokenizerConfig("bpe", "", 300), Path(folder) / "store")

@@ -7,7 +7,7 @@ import re
 import struct
 from pathlib import Path
 
-from multipack.data.shards import FORMAT
+from multipack.data.stores.shards import FORMAT
 
 MARKER = Path("/tmp") / f"multipack-mutant-{os.getpid()}"
 """A file that a mutant makes if a part of it is run as a command."""

@@ -28,15 +28,21 @@ from mutation import of_bytes, of_json, of_safetensors, of_text, of_tree
 
 from hf_models import MORE, SIZES
 from multipack.cli import app
-from multipack.data.data_config import DataConfig
-from multipack.data.sources import Source
-from multipack.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer, train_bpe
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.sources import Source
+from multipack.data.text.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from multipack.hub import model_folder
+from multipack.imports.imported import import_axolotl
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.probe_batch import packed_batch
 from multipack.training.foreign_checks import check_isolated
-from multipack.training.importing.imported import import_axolotl
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
@@ -528,7 +534,7 @@ def settings(folder):
 def lengths(folder):
     from mutation import of_npy
 
-    from multipack.data.stored_lengths import read_lengths
+    from multipack.data.views.stored_lengths import read_lengths
 
     file = folder / "lengths.npy"
     np.save(file, np.arange(1, 50))

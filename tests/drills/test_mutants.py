@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from mutation import of_bytes, of_json, of_npy, of_safetensors, of_text, of_tree
 
-from multipack.data.arriving import GrowingFolder
-from multipack.data.chat import ChatTemplate, built_in_template
-from multipack.data.data_config import DataConfig
-from multipack.data.documents import Documents
-from multipack.data.prepare import items_of
-from multipack.data.shards import HEADER, StoreHeader
-from multipack.data.sources import Source
-from multipack.data.store import TokenStore
-from multipack.data.stored_lengths import read_lengths
-from multipack.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer
+from multipack.data.stores.prepare import items_of
+from multipack.data.stores.shards import HEADER, StoreHeader
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.chat import ChatTemplate, built_in_template
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.sources import Source
+from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer
+from multipack.data.views.arriving import GrowingFolder
+from multipack.data.views.documents import Documents
+from multipack.data.views.stored_lengths import read_lengths
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -13,7 +13,7 @@ import pytest
 KILLS = 6
 PROGRAM = """
 import sys
-from multipack.data import prepare as module, writer
+from multipack.data.stores import prepare as module, writer
 module.BATCH_DOCUMENTS, writer.SHARD_TOKENS = 10, 3000
 from multipack.cli import main
 sys.argv[1:1] = ["prepare"]

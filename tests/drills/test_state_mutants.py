@@ -15,7 +15,7 @@ import torch
 from mutation import of_tree
 from torch.utils.data import RandomSampler
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
 from multipack.planning.stream import PackStream

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.multipack_v2 import InterleavedSampler, MultipackDistributedBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(10, 200, 199)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from multipack.data.tokenizer import byte_tokenizer  # noqa: E402
+from multipack.data.text.tokenizer import byte_tokenizer  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer  # noqa: E402
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.integrations.attention_interface import register
 from multipack.integrations.rollouts import log_probabilities, model_inputs
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
 from multipack.integrations.collator import PackedDataCollator
 from multipack.integrations.multipack_v2 import InterleavedSampler, MultipackDistributedBatchSampler

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models import decoder
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder

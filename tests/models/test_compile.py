@@ -13,8 +13,8 @@ import torch
 from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.compile import compile_blocks, keep_compiled_code_private
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PackedCollator
+from multipack.data.packs.collate import PackedCollator
 from multipack.models.decoder import Decoder
 from multipack.models.rotary import rotary_tables, rotate
 from multipack.shapes import SHAPES, ModelShape

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
+from multipack.data.packs.collate import PackedCollator
 from multipack.models.decoder import Decoder
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multipack.data.tokenizer import byte_tokenizer, character_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer, character_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate, generate_batch
 from multipack.models.sampling import Sampling

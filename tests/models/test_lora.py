@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.huggingface import config_of, to_huggingface
 from multipack.models.peft_format import to_peft

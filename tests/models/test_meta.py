@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.ops.attention import table
 from multipack.shapes import SHAPES

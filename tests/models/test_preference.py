@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PreferenceCollator, PreferencePair
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PreferenceCollator, PreferencePair
+from multipack.data.views.documents import Document
 from multipack.models.objectives import LOSSES
 from multipack.models.preference import PreferenceDecoder
 from multipack.training.settings import PreferenceConfig

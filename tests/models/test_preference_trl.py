@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PreferenceCollator, PreferencePair
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PreferenceCollator, PreferencePair
+from multipack.data.views.documents import Document
 from multipack.models.huggingface import config_of, to_huggingface
 from multipack.models.preference import PreferenceDecoder
 from multipack.shapes import ModelShape

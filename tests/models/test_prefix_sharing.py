@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePair
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator, PreferenceCollator, PreferencePair
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy

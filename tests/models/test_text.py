@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
+from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from multipack.models.sampling import TextStream
 
 BYTES = byte_tokenizer()

@@ -14,8 +14,8 @@ import torch
 import torch.nn.attention.varlen
 from torch.nn.attention.flex_attention import flex_attention
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.ops.attention import BACKENDS, attention, find_backend, flex, table
 
 HEADS = [(4, 4), (6, 2)]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.ops.attention import attention
 from multipack.ops.partial import CPU, PLAIN
 from multipack.parallel.planned import Schedule, planned_attention

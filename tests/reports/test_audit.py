@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.planning.stream import PackStream
 from multipack.reports.audit import audit
 from multipack.reports.summary import audit_rows

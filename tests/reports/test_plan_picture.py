@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.prefix_tree import PrefixTree
-from multipack.data.shared_prefixes import FlatTokens, SharedPrefixes
+from multipack.data.views.prefix_tree import PrefixTree
+from multipack.data.views.shared_prefixes import FlatTokens, SharedPrefixes
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report

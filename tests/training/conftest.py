@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer
+from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, config_yaml

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape

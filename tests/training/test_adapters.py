@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_models import save_model, short_run
 from multipack import untrusted
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel

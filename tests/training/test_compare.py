@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator
+from multipack.data.packs.collate import PackedCollator
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.documents import Document
+from multipack.data.views.documents import Document
 from multipack.launch.held import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.chat import ChatTemplate
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
-from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.text.chat import ChatTemplate
+from multipack.data.text.texts import CHAT_TEMPLATE
+from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 from multipack.training import export as export_module

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.arriving import DocumentsLate, StreamedRecords
-from multipack.data.corpus import load_corpus
-from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.views.arriving import DocumentsLate, StreamedRecords
+from multipack.data.views.corpus import load_corpus
 from multipack.models.decoder import Decoder
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World

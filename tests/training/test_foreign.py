@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from hf_models import SIZES, dequantize, quantized_matrices, run_words, save_model
-from multipack.data.batch import without_tokens
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.batch import without_tokens
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_names, foreign_settings, foreign_shape, open_foreign
 from multipack.models.probe_batch import packed_batch

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from multipack import untrusted
 from multipack.cli import app
-from multipack.data.sources import Source
+from multipack.data.text.sources import Source
+from multipack.imports.imported import import_axolotl
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
-from multipack.training.importing.imported import import_axolotl
 from multipack.training.run_config import compose
 
 EXAMPLE = {

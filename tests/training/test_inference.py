@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from multipack.cli import app, main
-from multipack.data.chat import ChatTemplate
-from multipack.data.texts import TextPart
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.chat import ChatTemplate
+from multipack.data.text.texts import TextPart
+from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, generate
 from multipack.models.sampling import Sampling

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data import chat, data_config
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.text import chat, data_config
+from multipack.data.text.tokenizer import Tokenizer
 from multipack.run import RunDirectory
 from multipack.training.inference import find_template
 from multipack.training.run_config import compose, compose_run

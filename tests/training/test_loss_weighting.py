@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.batch import IGNORE
-from multipack.data.collate import PackedCollator
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import IGNORE
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
-from multipack.data.documents import Document, Documents
-from multipack.data.loader import PackedLoader
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.packs.collate import PackedCollator, PreferenceCollator, PreferencePairs
+from multipack.data.packs.loader import PackedLoader
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import StoreWriter
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.data.views.documents import Document, Documents
 from multipack.models.objectives import LOSSES
 from multipack.models.objectives.scores import PreferenceLoss, difference
 from multipack.models.preference import PreferenceDecoder

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.ops.lora import quantize
 from multipack.run import RunDirectory

@@ -2,9 +2,9 @@
 
 import pytest
 
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training import run_parts

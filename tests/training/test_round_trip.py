@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_models import SIZES, save_model, short_run
-from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.training.export import export
 from multipack.training.run_config import compose_run
 from multipack.training.train import train

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.reports.console import LINE, Detail, folded
 from multipack.training.run_config import compose_run
 from multipack.training.train import train

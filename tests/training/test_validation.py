@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from multipack.data.data_config import DataConfig
-from multipack.data.prepare import prepare
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.stores.prepare import prepare
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.training.evaluate import evaluate
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train

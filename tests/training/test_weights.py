@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from multipack.data.tokenizer import byte_tokenizer, train_bpe
+from multipack.data.text.tokenizer import byte_tokenizer, train_bpe
 from multipack.models.decoder import Decoder
 from multipack.models.huggingface import config_of, to_huggingface
 from multipack.parallel.world import World

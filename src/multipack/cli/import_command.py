@@ -27,7 +27,7 @@ def import_config(
     """
     from dataclasses import asdict
 
-    from multipack.training.importing.imported import import_axolotl
+    from multipack.imports.imported import import_axolotl
     from multipack.words import read_yaml
 
     found = import_axolotl(read_yaml(file))

@@ -136,7 +136,7 @@ def doctor(
     from dataclasses import asdict
     from itertools import groupby
 
-    from multipack.data.skipped import counted
+    from multipack.data.text.skipped import counted
     from multipack.launch.doctor import examine
     from multipack.reports.console import Console
 

@@ -18,7 +18,7 @@ from multipack.cli.command_options import (
     settings_argument,
     settings_option,
 )
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 from multipack.machine import import_extra
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ class Made(NamedTuple):
 def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
     """The documents of the configuration, or the lengths in a file."""
     if path is not None:
-        from multipack.data.stored_lengths import read_lengths
+        from multipack.data.views.stored_lengths import read_lengths
 
         return Planned(str(path), read_lengths(path, command.plan.capacity))
-    from multipack.data.corpus import load_corpus
+    from multipack.data.views.corpus import load_corpus
     from multipack.reports.summary import corpus_rows
 
     with console.progress("tokenizing") as advance:
@@ -136,7 +136,7 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
     cut = 0 if fit.policy == "drop" else fit.documents
     name, rows = command.data.path or command.data.source, tuple(corpus_rows(corpus))
     if (share := command.data.share_prefixes) != "off":
-        from multipack.data.shared_prefixes import SharedPrefixes
+        from multipack.data.views.shared_prefixes import SharedPrefixes
 
         options, least = command.plan.for_ranks(command.world_size), command.data.min_prefix
         window = command.cost_model().window
@@ -285,7 +285,7 @@ def pack(
 
     from multipack.atomic import write_atomically
     from multipack.cli.plan_settings import PackCommand
-    from multipack.data.stored_lengths import read_lengths
+    from multipack.data.views.stored_lengths import read_lengths
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import PLANNING, Console
     from multipack.training.other_names import translate

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from multipack.data.data_config import DataConfig, TokenizerConfig, source_of
+from multipack.data.text.data_config import DataConfig, TokenizerConfig, source_of
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method

@@ -71,7 +71,7 @@ def audit(run: Run, as_json: Json = False) -> None:
     """
     from dataclasses import asdict
 
-    from multipack.data.skipped import counted
+    from multipack.data.text.skipped import counted
     from multipack.reports.audit import audit as run_audit
     from multipack.reports.console import Console
     from multipack.reports.summary import audit_rows

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from multipack.cli.command_options import Json, Settings, Words, fail, option, print_json, settings_option
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 
 if TYPE_CHECKING:
-    from multipack.data.shown import Shown
+    from multipack.data.views.shown import Shown
     from multipack.training.run_config import Config
 
 
@@ -85,12 +85,12 @@ def prepare(
 
     `multipack prepare --settings` lists all settings.
     """
-    from multipack.data.corpus import validation_sets
-    from multipack.data.corpus_report import CorpusReport
-    from multipack.data.prepare import prepare as run
-    from multipack.data.shown import MOST_TOKENS
-    from multipack.data.store import TokenStore
-    from multipack.data.tokenizer import TokenizerConfig
+    from multipack.data.stores.prepare import prepare as run
+    from multipack.data.stores.store import TokenStore
+    from multipack.data.text.tokenizer import TokenizerConfig
+    from multipack.data.views.corpus import validation_sets
+    from multipack.data.views.corpus_report import CorpusReport
+    from multipack.data.views.shown import MOST_TOKENS
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
     from multipack.training.given_checks import check_documents_named
@@ -159,8 +159,8 @@ def _training_words(words: list[str], store: Path | None) -> list[str]:
 
 def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
     """Words without which a run would refuse documents of a store because they are too long, and why they are there."""
-    from multipack.data.documents import Documents
-    from multipack.data.store import TokenStore
+    from multipack.data.stores.store import TokenStore
+    from multipack.data.views.documents import Documents
 
     data, limit, store = config.data, config.document_limit, TokenStore(path)
     policy = store.header.overlong if data.overlong == "auto" else data.overlong
@@ -175,9 +175,9 @@ def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
 
 def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
     """The first documents of a store as they are trained, and what is done to those that are too long."""
-    from multipack.data.documents import Documents
-    from multipack.data.shown import show
-    from multipack.data.store import TokenStore
+    from multipack.data.stores.store import TokenStore
+    from multipack.data.views.documents import Documents
+    from multipack.data.views.shown import show
 
     data, limit = config.data, config.document_limit
     store = TokenStore(path)

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field
 from torch.utils.data import RandomSampler
 from transformers import DataCollatorWithFlattening, TrainerCallback
 
-from multipack.data.batch import IGNORE
+from multipack.data.views.documents import IGNORE
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
 from multipack.integrations.collator import PackedDataCollator, document_lengths
 from multipack.integrations.host_sampler import Overlong

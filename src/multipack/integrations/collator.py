@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multipack.data.batch import IGNORE, without_tokens
+from multipack.data.packs.batch import without_tokens
+from multipack.data.views.documents import IGNORE
 from multipack.ops.attention.masks import mask_4d
 from multipack.ops.attention.model_inputs import check_rotations
 from multipack.ops.attention.row_mask import makes_document_masks

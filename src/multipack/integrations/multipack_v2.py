@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-from multipack.data.sampler import OwnSampler, refuse_restart, refuse_second_division
+from multipack.data.packs.sampler import OwnSampler, refuse_restart, refuse_second_division
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from multipack.data.batch import IGNORE, PackedBatch
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.views.documents import IGNORE
 from multipack.ops.attention.model_inputs import model_inputs as model_inputs
 from multipack.ops.loss import linear_log_probabilities
 from multipack.ops.target_rows import TargetRows

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import IGNORE
 from multipack.integrations.collator import PackedDataCollator, document_lengths
 from multipack.machine import import_extra
 from multipack.planning.lengths import name_documents

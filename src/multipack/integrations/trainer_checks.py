@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.batch import IGNORE, check_tokens
+from multipack.data.packs.batch import check_tokens
+from multipack.data.views.documents import IGNORE
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, read_document, windows_of
 from multipack.planning.lengths import nothing_learned, short
 

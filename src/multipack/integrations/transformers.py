@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths
 from multipack.integrations.neftune import document_noise
 from multipack.integrations.trainer_checks import (

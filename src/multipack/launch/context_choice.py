@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.stored_lengths import read_lengths
+from multipack.data.views.stored_lengths import read_lengths
 from multipack.launch.advise_request import AdviseRequest
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.planning.cost import CostModel

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 from multipack.launch.allocation import Allocation, find_allocation, find_launchers
 from multipack.parallel.ranks import find_ranks, port_of
 

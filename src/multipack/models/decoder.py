@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multipack.data.batch import PackedBatch, check_tokens
+from multipack.data.packs.batch import PackedBatch, check_tokens
 from multipack.models.foreign import body_hidden, build_body
 from multipack.models.kv_cache import KeyValueCache
 from multipack.models.layers import Attend, Block, make_norm

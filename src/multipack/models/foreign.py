@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from multipack.data.batch import PackedBatch, check_tokens
+from multipack.data.packs.batch import PackedBatch, check_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention.foreign_attention import register
 from multipack.ops.attention.model_inputs import check_rotations, model_inputs

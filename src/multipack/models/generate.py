@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.kv_cache import KeyValueCache
 from multipack.models.sampling import Sampling, TextDecoder, TextStream, draw

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
+from multipack.data.views.documents import IGNORE
 from multipack.models.decoder import Decoder
 from multipack.models.layers import Attention, FeedForward
 from multipack.models.rotary import Rotation

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import IGNORE, PackedBatch
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.views.documents import IGNORE
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import capped_attention, weighted
 from multipack.ops.autocast import autocast_dtype

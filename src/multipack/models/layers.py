@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import capped_attention

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import IGNORE, PackedBatch
-from multipack.data.collate import PreferenceBatch
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PreferenceBatch
+from multipack.data.views.documents import IGNORE
 from multipack.models.decoder import Decoder
 from multipack.models.objectives import find_loss
 from multipack.models.objectives.scores import Scores

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from multipack.data.batch import IGNORE, PackedBatch
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.documents import IGNORE, Document
 from multipack.models.probe_report import ProbeFinding
 from multipack.ops.attention.model_inputs import model_inputs
 from multipack.planning.lengths import check_integer, check_lengths, short

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.data.batch import IGNORE
+from multipack.data.views.documents import IGNORE
 from multipack.ops.logits import rank_and_size
 
 

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from multipack.data.batch import IGNORE, PackedBatch, PackedTree
+from multipack.data.packs.batch import PackedBatch, PackedTree
+from multipack.data.views.documents import IGNORE
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.parallel.collectives import Group, all_to_all
 from multipack.parallel.planned import Schedule, planned_attention

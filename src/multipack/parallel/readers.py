@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch, PackedTree
-from multipack.data.collate import PreferenceBatch
-from multipack.data.loader import Item, PackedLoader
-from multipack.data.sampler import PackedBatchSampler
+from multipack.data.packs.batch import PackedBatch, PackedTree
+from multipack.data.packs.collate import PreferenceBatch
+from multipack.data.packs.loader import Item, PackedLoader
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.parallel.collectives import scatter_bytes
 from multipack.parallel.mesh import Mesh
 

@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from multipack.data.texts import TextPart
+from multipack.data.text.texts import TextPart
 from multipack.untrusted import printable
 
 PLANNING = "planning: a machine's first plan also compiles the planner, for up to a minute …"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 from multipack.machine import import_extra
 
 COLORS = "viridis"

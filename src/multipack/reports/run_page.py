@@ -10,7 +10,7 @@ from typing import Any
 
 import multipack
 from multipack.atomic import write_atomically
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 from multipack.reports.curve import text_curve
 from multipack.reports.run_data import Columns, RunData, communication, read_run
 from multipack.reports.web_page import web_page

@@ -7,12 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multipack.data.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted, skipped_lines
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
-    from multipack.data.corpus import Corpus
-    from multipack.data.corpus_report import CorpusReport
+    from multipack.data.views.corpus import Corpus
+    from multipack.data.views.corpus_report import CorpusReport
     from multipack.planning.options import PlanOptions
     from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.report import PlanReport

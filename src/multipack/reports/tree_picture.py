@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
 from multipack.planning.items import SharedItems
 from multipack.planning.lengths import check_integer
 

@@ -18,9 +18,9 @@ from itertools import count
 import numpy as np
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.corpus import load_corpus
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.corpus import load_corpus
+from multipack.data.views.documents import Document
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator, pad_documents
-from multipack.data.documents import Documents
+from multipack.data.packs.batch import PackedBatch
+from multipack.data.packs.collate import PackedCollator, pad_documents
+from multipack.data.views.documents import Documents
 from multipack.parallel.engine import ModelEngine
 from multipack.planning.options import LossWeighting
 from multipack.planning.plan import Plan

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from multipack.atomic import read_file
-from multipack.data.corpus import Corpus, load_corpus, load_sets, sets_of
-from multipack.data.data_config import RECORDS
+from multipack.data.text.data_config import RECORDS
+from multipack.data.views.corpus import Corpus, load_corpus, load_sets, sets_of
 from multipack.hub import model_folder
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.ranks import find_ranks

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from multipack.atomic import atomic_folder, is_free, write_atomically
-from multipack.data.chat import ChatTemplate
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.text.chat import ChatTemplate
+from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import hub_name, model_folder
 from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import config_of, scores_of, to_huggingface

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
-from multipack.data.batch import PackedBatch, check_tokens
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Documents
-from multipack.data.loader import PackedLoader, prefetched
+from multipack.data.packs.batch import PackedBatch, check_tokens
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.packs.loader import PackedLoader, prefetched
+from multipack.data.views.arriving import Arriving, DocumentsLate, StreamInterrupted
+from multipack.data.views.documents import Documents
 from multipack.parallel.mesh import Mesh
 from multipack.planning.attention_pairs import AttentionOf, AttentionPairs, each_alone
 from multipack.planning.cost import CostModel

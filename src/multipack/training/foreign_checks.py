@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.data.batch import IGNORE
-from multipack.data.collate import PackedCollator
-from multipack.data.corpus import Corpus
-from multipack.data.documents import Document
+from multipack.data.packs.collate import PackedCollator
+from multipack.data.views.corpus import Corpus
+from multipack.data.views.documents import IGNORE, Document
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import PREFIX, check_documents, foreign_shape, open_foreign, read_config
 from multipack.models.pretrained import CONFIG

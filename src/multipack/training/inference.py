@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from multipack.data.chat import ChatTemplate
-from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.texts import Message, TextPart
-from multipack.data.tokenizer import Tokenizer
-from multipack.data.vocabularies import read_text
+from multipack.data.text.chat import ChatTemplate
+from multipack.data.text.texts import CHAT_TEMPLATE, Message, TextPart
+from multipack.data.text.tokenizer import Tokenizer
+from multipack.data.text.vocabularies import read_text
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate_batch

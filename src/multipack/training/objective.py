@@ -26,11 +26,11 @@ from safetensors.numpy import load, save
 from torch import nn
 
 from multipack.atomic import read_file
-from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
-from multipack.data.corpus import Corpus
-from multipack.data.documents import Documents
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.skipped import counted
+from multipack.data.packs.collate import PackedCollator, PreferenceCollator, PreferencePairs
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.text.skipped import counted
+from multipack.data.views.corpus import Corpus
+from multipack.data.views.documents import Documents
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.objectives import check_options, find_loss

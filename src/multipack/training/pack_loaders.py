@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from multipack.data.documents import Documents
-from multipack.data.loader import PackedLoader
-from multipack.data.sampler import PackedBatchSampler
-from multipack.data.shared_prefixes import planned_items
+from multipack.data.packs.loader import PackedLoader
+from multipack.data.packs.sampler import PackedBatchSampler
+from multipack.data.views.documents import Documents
+from multipack.data.views.shared_prefixes import planned_items
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.readers import open_loader
 from multipack.planning.cost import CostModel

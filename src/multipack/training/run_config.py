@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from multipack.data.data_config import DataConfig, TokenizerConfig
-from multipack.data.skipped import counted
+from multipack.data.text.data_config import DataConfig, TokenizerConfig
+from multipack.data.text.skipped import counted
 from multipack.hub import is_name, lasting_name, model_folder
 from multipack.parallel.optimizers import check_optimizer
 from multipack.parallel.parallel_config import ParallelConfig, check_readers

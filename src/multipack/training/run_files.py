@@ -11,9 +11,9 @@ import torch
 
 from multipack.atomic import write_atomically
 from multipack.checksums import checksum
-from multipack.data.corpus import Corpus
-from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.skipped import counted
+from multipack.data.text.skipped import counted
+from multipack.data.text.texts import CHAT_TEMPLATE
+from multipack.data.views.corpus import Corpus
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.text.tokenizer import Tokenizer
+from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.parallel.engine import ModelEngine

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import multipack
-from multipack.data.corpus import Corpus
-from multipack.data.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.data.corpus import Corpus
-from multipack.data.tokenizer import Tokenizer, load_tokenizer
-from multipack.data.vocabularies import read_text
+from multipack.data.text.tokenizer import Tokenizer, load_tokenizer
+from multipack.data.text.vocabularies import read_text
+from multipack.data.views.corpus import Corpus
 from multipack.models.huggingface import decoder_shape
 from multipack.models.peft_format import peft_base
 from multipack.run import is_peft

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from multipack.data.vocabularies import read_text
+from multipack.data.text.vocabularies import read_text
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import open_foreign

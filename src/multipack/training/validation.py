@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from multipack.data.loader import PackedLoader
+from multipack.data.packs.loader import PackedLoader
 from multipack.parallel.engine import ModelEngine
 
 

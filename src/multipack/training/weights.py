@@ -19,7 +19,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import hub_name, model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign

@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention import table
 from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.masks import tile_mask
 from multipack.ops.attention.runs import gathered, heads_first, path_runs, repeat_heads, tiles, tokens_first
 from multipack.ops.autocast import at_least_float32, in_autocast_dtype

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.masks import first_visible, once_a_batch, tree_sees
 
 if TYPE_CHECKING:  # torch >= 2.5; hosts import this module with torch 2.4

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from multipack.data.batch import PackedBatch, PackedTree, rounded, without_tokens
+from multipack.data.packs.batch import PackedBatch, PackedTree, rounded, without_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import explicit, weighted

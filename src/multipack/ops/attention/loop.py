@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.masks import tile_mask
 from multipack.ops.attention.runs import (
     PathBlock,

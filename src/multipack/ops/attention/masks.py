@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 
 Made = TypeVar("Made")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.flex import flex
 from multipack.ops.attention.loop import loop
 from multipack.ops.attention.masks import dense

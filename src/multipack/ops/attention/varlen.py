@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.masks import once_a_batch
 from multipack.ops.attention.runs import gathered, repeat_heads
 

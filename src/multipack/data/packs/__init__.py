@@ -1,0 +1,1 @@
+"""Packs of documents: samplers, collators, loaders and the batch of a pack."""

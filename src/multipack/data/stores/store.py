@@ -1,0 +1,272 @@
+"""The token store: a folder of shards, complete when the last shard of each part is there.
+
+books/
+  header.json                     source, settings and tokenizer; written first
+  tokenizer.json
+  chat_template.json              of chats only: for `tokenizer.path=books`
+  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shards.py`); each appears whole, in order
+  shard-0000-00001.safetensors    the last shard of a part says that it is the last
+
+Growing, joined and copied stores, and documents in memory, also consist of a header and shards. No code from a store is
+executed or unpickled; sizes are checked before arrays are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.data.stores.shards import (
+    TOKENIZER,
+    Integers,
+    Notes,
+    Shard,
+    StoreHeader,
+    chain,
+    damaged,
+    find_shards,
+)
+from multipack.data.text.skipped import Places, add_places
+from multipack.data.text.tokenizer import Progress, Tokenizer, silent
+
+_COMPUTED = ("lengths", "weights", "tokenizer")
+
+
+class TokenStore:
+    """A token store, read-only; its shards are mapped.
+
+    A preference pair is two documents here, the chosen answer and the rejected one.
+
+    Args:
+        path: folder of the store; names it in messages.
+        folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
+        growing: whether to open also an incomplete store, with the shards that can be read now.
+        header: header to use instead of the folder's; None = read it.
+        shards: shards to use instead of the folder's; None = open them.
+
+    Attributes:
+        path, folder, header, shards: as given, or read.
+        first: (shards + 1,) number of the first document of each shard.
+        num_documents: number of documents.
+        num_tokens: number of tokens.
+        vocabulary_size: every token is less than this.
+        has_pairs: whether documents 2i and 2i + 1 are one item: a preference pair, or a labeled answer and that of
+            another record.
+        has_labels: whether they are the latter.
+        checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
+        is_complete: whether the last shard of each part is there.
+        skipped: reason → number of entries that the source skipped.
+        warnings: sentences on records that are trained otherwise than they seem to be.
+        places: reason → names of the first of them.
+        description: one line about the source.
+        bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
+            memory the bytes of its files. Reads for planning and by `verify` are not counted.
+
+    Raises:
+        ValueError: there is no complete store at `path`, or it is of another version, truncated or damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        folder: Path | str | None = None,
+        *,
+        growing: bool = False,
+        header: StoreHeader | None = None,
+        shards: Sequence[Shard] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.folder = self.path if folder is None else Path(folder)
+        self.header = header or StoreHeader.read(self.folder)
+        self.shards = list(find_shards(self.folder, range(self.header.parts)) if shards is None else shards)
+        lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
+        self.is_complete = len(lasts) == self.header.parts
+        self.skipped, self.places = dict(sum(map(Counter, lasts), Counter())), Places()
+        for shard in self.shards:
+            for reason, names in shard.places.items():
+                add_places(self.places, reason, [shard.label + name for name in names])
+        if shards is None and not (growing or self.is_complete):
+            raise ValueError(
+                f"{self.folder} is not a complete token store ({len(self.shards):,} shards are there, and the last one"
+                " is missing): continue with the same `multipack prepare`, or train on it with data.stream=true"
+            )
+        self.first = np.cumsum([0, *map(len, self.shards)])
+        self.num_documents = int(self.first[-1])
+        self.num_tokens = sum(len(shard.tokens) for shard in self.shards)
+        self.vocabulary_size = self.header.vocabulary_size
+        self.has_pairs, self.has_labels = self.header.pairs, self.header.labels
+        number = self.num_documents // (2 if self.has_pairs else 1)
+        self.description = self.header.description.replace("{documents}", f"{number:,}")
+        content = chain((shard.content, len(shard)) for shard in self.shards)
+        kind = "labels" if self.has_labels else self.has_pairs
+        decisive = [self.header.tokenizer_hash, self.header.split_by, kind, content]
+        self.checksum = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+        self.bytes_asked = 0
+
+    @classmethod
+    def joined(cls, path: Path, stores: Sequence[TokenStore], labels: Sequence[str]) -> TokenStore:
+        """The documents of several stores, in order; names begin with their store's label.
+
+        Raises:
+            ValueError: the stores have different tokenizers, or only some hold preference pairs.
+        """
+        first = stores[0]
+        for other in stores[1:]:
+            if other.header.tokenizer_hash != first.header.tokenizer_hash:
+                raise ValueError(
+                    f"{first.path} with {first.header.tokenizer} and {other.path} with {other.header.tokenizer} have"
+                    " different tokenizers: prepare one of them again with tokenizer.kind=file and the other's path"
+                )
+            for name, kind in (("has_pairs", "preference pairs"), ("has_labels", "labeled answers")):
+                if getattr(other, name) != getattr(first, name):
+                    raise ValueError(
+                        f"only one of {first.path} and {other.path} holds {kind}: train on one kind"
+                    )
+        templates = {store.header.chat_template for store in stores}
+        header = replace(first.header, chat_template=templates.pop() if len(templates) == 1 else "")
+        shards = [
+            replace(shard, label=f"{label}: ")
+            for store, label in zip(stores, labels, strict=True)
+            for shard in store.shards
+        ]
+        return cls(path, first.folder, header=header, shards=shards)
+
+    @property
+    def kind(self) -> str:
+        """What its documents are."""
+        return "labeled answers" if self.has_labels else "pairs" if self.has_pairs else "single documents"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on records that are trained otherwise than they seem to be, with the name of the first."""
+        noted: Notes = {}
+        for shard in self.shards:
+            for text, (count, name) in shard.notes.items():
+                before, first = noted.get(text, (0, shard.label + name))
+                noted[text] = (before + count, first)
+        number = self.num_documents // (2 if self.has_pairs else 1)
+        kind = "conversations" if self.header.chat_template else "documents"
+        return [
+            f"{count:,} of {number:,} {kind} with {text} (the first: {first})"
+            for text, (count, first) in noted.items()
+        ]
+
+    def in_memory(self) -> TokenStore:
+        """The same store, its arrays read into the memory of this process."""
+        shards = [shard.in_memory() for shard in self.shards]
+        store = TokenStore(self.path, self.folder, header=self.header, shards=shards)
+        store.bytes_asked = store.bytes
+        return store
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def shard(self, number: int) -> TokenStore:
+        """The documents of one shard."""
+        return TokenStore(self.path, self.folder, header=self.header, shards=[self.shards[number]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, which compute again what can be computed."""
+        return {name: value for name, value in vars(self).items() if name not in _COMPUTED}
+
+    def _find(self, document: int) -> tuple[Shard, int]:
+        """The shard of a document, and its number there."""
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents:,}")
+        number = int(np.searchsorted(self.first, document, "right")) - 1
+        return self.shards[number], document - int(self.first[number])
+
+    @cached_property
+    def lengths(self) -> Integers:
+        """(documents,) tokens of each document, read-only."""
+        none = np.zeros(0, dtype=np.int64)
+        lengths = np.concatenate([none, *(np.diff(shard.offsets) for shard in self.shards)])
+        lengths.flags.writeable = False
+        return lengths
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64] | None:
+        """(documents,) weight of each document in the loss, see `Shard`; None = all are 1."""
+        if not any(len(shard.weights) for shard in self.shards):
+            return None
+        return np.concatenate(
+            [shard.weights if len(shard.weights) else np.ones(len(shard)) for shard in self.shards]
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the tokens; `ValueError` if its file has changed."""
+        tokenizer = Tokenizer.load(self.folder / TOKENIZER, self.header.tokenizer)
+        if tokenizer.hash != self.header.tokenizer_hash:
+            raise damaged(self.folder, f"{TOKENIZER} has changed")
+        return tokenizer
+
+    def tokens_of(
+        self, document: int, start: int = 0, length: int | None = None
+    ) -> NDArray[np.unsignedinteger]:
+        """(length,) tokens of a document from `start`, not copied; None = all that follow.
+
+        Raises:
+            IndexError: they are outside the document.
+            ValueError: a token is outside the vocabulary: the store is damaged.
+        """
+        shard, number = self._find(document)
+        whole = shard.tokens_of(number)
+        stop = len(whole) if length is None else start + length
+        if not 0 <= start <= stop <= len(whole):
+            raise IndexError(f"tokens {start} to {stop} of document {document}, which has {len(whole)}")
+        tokens = whole[start:stop]
+        self.bytes_asked += 0 if shard.file is None else tokens.nbytes
+        if len(tokens) and int(tokens.max()) >= self.vocabulary_size:
+            found = f"document {document} holds token {int(tokens.max()):,}"
+            raise damaged(self.path, f"{found}, and the vocabulary has {self.vocabulary_size:,} tokens")
+        return tokens
+
+    def spans_of(self, document: int) -> Integers:
+        """(k, 2) ranges of targets of a document."""
+        shard, number = self._find(document)
+        spans = shard.spans_of(number)
+        self.bytes_asked += 0 if shard.file is None else spans.nbytes
+        if len(spans) and not 0 <= int(spans.min()) <= int(spans.max()) <= len(shard.tokens_of(number)):
+            raise damaged(self.path, f"document {document} has targets outside of its tokens")
+        return spans
+
+    def count_targets(self, documents: Integers, starts: Integers, stops: Integers) -> Integers:
+        """(n,) number of targets among tokens `starts[i]` to `stops[i]` of document `documents[i]`, for n ranges."""
+        counts, order = np.zeros(len(documents), dtype=np.int64), np.argsort(documents, kind="stable")
+        cuts = np.searchsorted(documents[order], self.first)
+        for shard, first, begin, end in zip(self.shards, self.first, cuts, cuts[1:], strict=False):
+            mine = order[begin:end]
+            if len(mine):
+                begins = shard.offsets[documents[mine] - first]
+                counts[mine] = shard.count_targets(begins + starts[mine], begins + stops[mine])
+        return counts
+
+    def name(self, document: int) -> str:
+        """Name of a document."""
+        shard, number = self._find(document)
+        return shard.name(number)
+
+    def verify(self, progress: Progress = silent) -> None:
+        """Compare all content with the hashes in the shards; `ValueError` if a file has changed."""
+        done = 0
+        for shard in self.shards:
+            if shard.hash() != shard.content:
+                raise damaged(shard.file or self.path, "its content has changed (its hash differs)")
+            done += shard.bytes
+            progress(done, self.bytes, "bytes verified")
+        _ = self.tokenizer
+
+    def __repr__(self) -> str:
+        return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"

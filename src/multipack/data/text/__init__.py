@@ -1,0 +1,1 @@
+"""Documents as text, and their tokens: records, chats, sources and tokenizers."""

@@ -1,0 +1,384 @@
+"""Documents that arrive while a run trains on them: a growing token store, or a streamed data set.
+
+    chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or a few hundred records
+    |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
+       × held back for validation, from the first chunk only
+    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
+
+An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
+position of a chunk, the number of the next item in it and the items in flight: only that chunk is read again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multipack.data.stores.record_chunks import RecordChunks
+from multipack.data.stores.shards import HEADER, StoreHeader, find_shards
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.data_config import DataConfig
+from multipack.data.text.records import without_nulls
+from multipack.data.text.skipped import Places
+from multipack.data.text.sources import open_template
+from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig
+from multipack.data.views.documents import Document, Documents
+from multipack.data.views.overlong import FitReport
+from multipack.planning.lengths import check_integer
+from multipack.planning.options import opened
+
+HEAD = 2048
+"""Number of first documents of a stream from which the validation documents are drawn."""
+RECORDS = 256
+"""Records per chunk: they are tokenized together. The first chunk has `HEAD` records."""
+OPEN_SHARDS = 16
+"""Shards of a growing store that are kept open; documents in flight rarely come from more."""
+POLL_SECONDS = 0.25
+"""Interval at which a folder is checked for its next shard."""
+DECISIVE = ("validation", "split_seed", "overlong", "overlap", "repeat_prompt", "train_on_prompt")
+"""Settings in `data` that determine the items of a stream; part of its fingerprint."""
+Position = dict[str, Any]
+"""Position of a chunk in a stream, as plain data."""
+
+
+class StreamInterrupted(Exception):
+    """The run stops while it waits for documents."""
+
+
+class DocumentsLate(ValueError):
+    """The next documents did not arrive within `data.patience_seconds`."""
+
+
+class Arriving(ABC):
+    """Base class of the streams: iterates over items, continuing where the last iteration stopped.
+
+    Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
+    `data.split_seed`, is held back for validation. All other documents are trained on, none longer than `limit` tokens.
+
+    Attributes:
+        start: position of the first chunk, as plain data.
+        name: name of the stream, for messages.
+        tokenizer: the tokenizer of the documents.
+        report: counts of shortened, divided and dropped documents, over all finished chunks.
+        places: reason → names of the first records that this process read and left out.
+        validation: the validation documents, none longer than `limit`.
+        validation_fit: like `report`, for the validation documents.
+
+    Raises:
+        ValueError: the first chunk has preference pairs; see also `Documents.split` and `Documents.fit`.
+    """
+
+    start: Position
+    name: str
+    tokenizer: Tokenizer
+
+    def __init__(self, data: DataConfig, limit: int) -> None:
+        self._data, self._limit = data, limit
+        self.interrupted, self.places = False, Places()
+        # The documents of the current chunk, what was done to them, and the position after it.
+        self._chunk: tuple[Documents, FitReport, Position] | None
+        self.restart()
+        first, end = self._read(self.start)
+        if first is None:
+            raise ValueError(f"{self.name} has ended without a document")
+        if first.has_pairs:
+            raise ValueError(
+                f"{self.name} holds preference pairs, whose reference is computed over all of them first: prepare them"
+                " as a complete store, and leave data.stream out"
+            )
+        self.tokenizer = first.tokenizer
+        whole = Documents.whole(first, data.train_on_prompt)
+        head = whole.take(np.arange(min(len(whole), HEAD)))
+        validation = head.split(data.validation_share, data.split_seed)[1]
+        self._held, self._first = validation.pieces["document"], [first.header.key, first.checksum]
+        self.validation, self.validation_fit = self._fit(validation)
+        self._chunk = *self._training(first, self.start), end
+
+    @abstractmethod
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        """Wait for the chunk at a position; returns it (None after the last chunk), and the position after it."""
+
+    @abstractmethod
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        """What `document` needs to make document `number` of the current chunk again, as plain data."""
+
+    def document(self, item: dict[str, Any]) -> Document:
+        """The document of an item; `ValueError` if it is damaged."""
+        try:
+            return self._document(item)
+        except (LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"a saved document of {self.name} is damaged ({error!r})") from error
+
+    @abstractmethod
+    def _document(self, item: dict[str, Any]) -> Document:
+        """The document of an item."""
+
+    def _taken(self, begin: Position, number: int) -> str:
+        """What identifies the documents before item `number` of the chunk at a position, if they can be read again."""
+        return ""
+
+    @property
+    @abstractmethod
+    def warnings(self) -> list[str]:
+        """Sentences on records read so far that are trained otherwise than they seem to be."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason → number of records without a document, up to the current chunk's end."""
+        return (self._chunk[2] if self._chunk else self._begin).get("skipped", {})
+
+    @property
+    def fit(self) -> FitReport:
+        """What was done to documents that were too long, up to the current chunk's end."""
+        return self.report + self._chunk[1] if self._chunk else self.report
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 of the first chunk, of what prepared it and of all settings that determine the items."""
+        settings = {name: getattr(self._data, name) for name in DECISIVE}
+        decisive = json.dumps([*self._first, self._limit, settings], sort_keys=True)
+        return hashlib.sha256(decisive.encode()).hexdigest()
+
+    def interrupt(self) -> None:
+        """Make every wait raise `StreamInterrupted`. Takes no lock, so a signal handler may call it."""
+        self.interrupted = True
+
+    def restart(self) -> None:
+        """Go to the beginning."""
+        self._go(self.start, 0, FitReport(self._limit, "error"))
+
+    def _go(self, begin: Position, number: int, report: FitReport) -> None:
+        """Go to item `number` of the chunk at a position."""
+        self._begin, self._number, self.report = begin, number, report
+        self._chunk = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Items from the current position, each with its `name`, and its `length` and `targets` in tokens."""
+        while True:
+            if self._chunk is None:
+                store, end = self._read(self._begin)
+                if store is None:
+                    self._begin = end
+                    return
+                self._chunk = *self._training(store, self._begin), end
+            documents, report, end = self._chunk
+            lengths, targets = documents.lengths, documents.target_counts
+            while self._number < len(documents):
+                number = self._number
+                self._number += 1
+                sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
+                yield {"name": documents.names(number)} | self._item(documents, number) | sizes
+            self._go(end, 0, self.report + report)
+
+    def _training(self, store: TokenStore, begin: Position) -> tuple[Documents, FitReport]:
+        """The documents of a chunk that are not held back, none longer than the limit."""
+        whole = Documents.whole(store, self._data.train_on_prompt)
+        if begin == self.start:
+            whole = whole.take(np.setdiff1d(whole.pieces["document"], self._held))
+        return self._fit(whole)
+
+    def _fit(self, documents: Documents) -> tuple[Documents, FitReport]:
+        data = self._data
+        return documents.fit(self._limit, data.overlong, data.overlap, data.repeat_prompt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current position, as plain data."""
+        place = {"fingerprint": self.fingerprint, "begin": self._begin, "number": self._number}
+        taken = self._taken(self._begin, self._number)
+        return {**place, "taken": taken, "report": list(astuple(self.report)[1:])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
+        names = ("fingerprint", "begin", "number", "taken", "report")
+        with opened(state, f"the saved position in {self.name}", *names):
+            if state["fingerprint"] != self.fingerprint:
+                raise ValueError(
+                    f"the saved position belongs to another stream than {self.name}: its source, its first"
+                    f" documents, its tokenizer, the limit of {self._limit:,} tokens, or one of"
+                    f" data.{', data.'.join(DECISIVE)} was different"
+                )
+            if state["taken"] != self._taken(state["begin"], state["number"]):
+                raise ValueError(
+                    f"{self.name} holds other documents than those that the saved position has behind it: restore its"
+                    " shards, or start a new run with another out="
+                )
+            self._go(state["begin"], state["number"], FitReport(self._limit, *state["report"]))
+
+
+class GrowingFolder(Arriving):
+    """The documents of a token store that still grows (`data.source=store data.stream=true`); a chunk is a shard.
+
+    An item holds the number of its shard and of its document among the shard's training documents, because any shard
+    can be opened again. Iterating raises `DocumentsLate` if no shard appears within `data.patience_seconds`.
+    """
+
+    start: Position = {"shard": 0}  # noqa: RUF012 - never changed
+
+    def __init__(self, data: DataConfig, limit: int) -> None:
+        self._folder = Path(data.path).expanduser()
+        self.name = str(self._folder)
+        self._store: TokenStore | None = None  # with the shards that are known
+        self._documents = lru_cache(OPEN_SHARDS)(self._open)
+        self._chain = [""]  # digests of the content of the first 0, 1, 2 … shards
+        super().__init__(data, limit)
+
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        number, patience = begin["shard"], self._data.patience_seconds
+        deadline = time.monotonic() + patience
+        while (store := self._store) is None or number >= len(store.shards):
+            if store is not None and store.is_complete:
+                return None, begin
+            if self._refresh():
+                continue
+            if self.interrupted:
+                raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
+            if time.monotonic() > deadline:
+                count = 0 if store is None else len(store.shards)
+                raise DocumentsLate(
+                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and none of"
+                    " them is the last): resume with train.resume when it has arrived, or raise"
+                    " data.patience_seconds"
+                )
+            time.sleep(min(POLL_SECONDS, patience / 8))
+        shard = store.shard(number)
+        if self._data.verify == "full":
+            shard.verify()
+        return shard, {"shard": number + 1}
+
+    def _refresh(self) -> bool:
+        """Read the folder; return whether it has more shards."""
+        if not (self._folder / HEADER).is_file():
+            return False
+        known = [] if self._store is None else self._store.shards
+        header = StoreHeader.read(self._folder)
+        shards = list(find_shards(self._folder, range(header.parts), known))
+        if len(shards) == len(known):
+            return False
+        if header.split_by == "position":
+            raise ValueError(
+                f"{self.name} holds one stream of text, which cannot be trained on while it arrives: divide the text"
+                " into documents (data.documents), or wait for it and leave data.stream out"
+            )
+        self._store = TokenStore(self._folder, header=header, shards=shards)
+        return True
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the shards that are there."""
+        return self._store.warnings if self._store is not None else []
+
+    def _taken(self, begin: Position, number: int) -> str:
+        """A digest of the content of all shards up to this one."""
+        count = begin["shard"] + (number > 0)
+        if self._store is None or len(self._store.shards) < count:
+            self._refresh()
+        shards = self._store.shards if self._store is not None else []
+        for shard in shards[len(self._chain) - 1 : count]:
+            self._chain.append(hashlib.sha256(f"{self._chain[-1]} {shard.content:x}".encode()).hexdigest())
+        if len(self._chain) <= count:
+            raise ValueError(
+                f"{self.name} has {len(shards)} shards, and documents of {count} were taken: restore them"
+            )
+        return self._chain[count]
+
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        shard = self._begin["shard"]
+        return {"name": f"shard {shard}: {documents.names(number)}", "shard": shard, "number": number}
+
+    def _document(self, item: dict[str, Any]) -> Document:
+        shard, number = (check_integer(name, item[name], 0) for name in ("shard", "number"))
+        return self._documents(shard)[number]
+
+    def _open(self, shard: int) -> Documents:
+        """The training documents of a shard."""
+        store, _ = self._read({"shard": shard})
+        if store is None:
+            raise ValueError(f"shard {shard} of {self.name} has disappeared, and its documents are needed")
+        return self._training(store, {"shard": shard})[0]
+
+
+class StreamedRecords(Arriving):
+    """The documents of records (`data.source=huggingface data.stream=true`), tokenized in chunks of `RECORDS`.
+
+    An item holds the document itself, because records cannot be looked up by number. A position consists of the number
+    of records before it, the data set's own state there, and the counts of records without a document.
+
+    Args:
+        data, limit: see `Arriving`; `data` also gives the form of the records.
+        tokenizer: a tokenizer of a kind that is not trained on the corpus.
+        open_records: opens an iterable of records that can save its state and continue from it (`state_dict`,
+            `load_state_dict`), such as `datasets.IterableDataset`.
+    """
+
+    start: Position = {"records": 0, "source": None, "skipped": {}}  # noqa: RUF012 - never changed
+
+    def __init__(
+        self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
+    ) -> None:
+        self.name = data.path
+        self._open_records = open_records
+        self._chunks = RecordChunks(data, tokenizer, partial(open_template, data, tokenizer))
+        self._source: Any = None
+        self._rows: Iterator[Any] = iter(())
+        self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
+        super().__init__(data, limit)
+        self.places = self._chunks.places
+
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        while not self.interrupted:
+            if self._rows_begin != begin:
+                self._source = self._open_records()
+                if begin["source"] is not None:
+                    self._source.load_state_dict(begin["source"])
+                self._rows = iter(self._source)
+            self._rows_begin = None  # if an error follows, rows are opened again
+            count = begin["records"]
+            records = [without_nulls(dict(row)) for row in islice(self._rows, RECORDS if count else HEAD)]
+            store, skipped = self._chunks.encode(records, count)
+            end = {
+                "records": count + len(records),
+                "source": self._source.state_dict(),
+                "skipped": {**Counter(begin["skipped"]) + skipped},
+            }
+            self._rows_begin = end
+            if store is not None or not records:
+                return store, end
+            begin = end  # no document remains of these records
+        raise StreamInterrupted(f"while records of {self.name} were awaited")
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the records that this process read."""
+        return self._chunks.warnings
+
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        document = documents[number]
+        return {
+            "dtype": document.tokens.dtype.str,
+            "tokens": base64.b64encode(document.tokens.tobytes()).decode(),
+            "spans": document.spans.tolist(),
+        }
+
+    def _document(self, item: dict[str, Any]) -> Document:
+        tokens = np.frombuffer(base64.b64decode(item["tokens"]), item["dtype"])
+        spans = np.array(item["spans"], dtype=np.int64).reshape(-1, 2)
+        most, ends = self.tokenizer.vocabulary_size, (0, *spans.ravel(), len(tokens))
+        if (
+            tokens.dtype.kind != "u"
+            or int(tokens.max(initial=0)) >= most
+            or [*map(int, ends)] != sorted(ends)
+        ):
+            raise ValueError(f"a saved document of {self.name} is damaged")
+        return Document(tokens, spans)

@@ -1,0 +1,364 @@
+"""From token stores to the documents that a run trains and validates on.
+
+TokenStore ─▶ split ─▶ fit ─▶ Corpus(train, validation, …)      views: nothing is copied
+  several  ─▶ split ─▶ fit ─▶ mix                               each store separately, then joined
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multipack.atomic import cache_folder
+from multipack.data.stores.prepare import prepare
+from multipack.data.stores.shards import HEADER
+from multipack.data.stores.staging import stage, verify_once
+from multipack.data.stores.store import TokenStore
+from multipack.data.text.data_config import RECORDS, DataConfig
+from multipack.data.text.skipped import skipped_lines
+from multipack.data.text.sources import Source, open_dataset
+from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
+from multipack.data.views.arriving import Arriving, GrowingFolder, StreamedRecords
+from multipack.data.views.documents import Documents
+from multipack.data.views.mixture import Share, mix
+from multipack.data.views.overlong import FitReport
+from multipack.planning.lengths import nothing_learned
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of a run."""
+
+    train: Documents  # documents to train on, none longer than the limit
+    validation: Documents  # documents to validate on; empty if `data.validation` is 0
+    description: str  # one line for people
+    # what was done to documents that were too long
+    train_fit: FitReport
+    validation_fit: FitReport
+    # a line for each reason for which the source left out entries, with their number and the first names
+    skipped: list[str]
+    store_path: Path  # folder of the token store; of a mixture, of the first one
+    mixture: tuple[Share, ...] = ()  # share of each source of a mixture
+    # name and number of documents of each set of validation documents, or of each source of a mixture, in the order of
+    # `validation`; empty if there is one
+    sources: tuple[tuple[str, int], ...] = ()
+    # one line about validation documents that are no share of the others; empty = they are
+    validation_files: str = ""
+    # the documents to train on if they arrive during the run; `train` is empty then
+    arriving: Arriving | None = None
+    staged: str = ""  # one line about copies made before training; empty = none
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all documents."""
+        return self.train.store.tokenizer
+
+    @property
+    def corpus_hash(self) -> str:
+        """Identifies the content of the documents before they are split and fitted."""
+        return self.train.store.checksum if self.arriving is None else self.arriving.fingerprint
+
+    @cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """Three beginnings of documents, from validation if there is any: short prompts, or a few tokens."""
+        documents, tokenizer = self.validation if len(self.validation) else self.train, self.tokenizer
+        few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
+        for index in range(min(len(documents), 256)):
+            document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
+            size = documents.prompt_length(index)
+            shown = size if 0 < size <= max(self.train_fit.limit // 4, few) else few
+            text = tokenizer.decode(document.tokens[:shown].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
+            prompts += [text] if text else []
+            if len(prompts) == 3:
+                break
+        return tuple(prompts)
+
+    @property
+    def chat_template(self) -> str:
+        """The template of its chats, as JSON; empty without chats."""
+        return self.train.store.header.chat_template
+
+
+def load_corpus(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    limit: int,
+    progress: Progress = silent,
+    reads: bool = True,
+) -> Corpus:
+    """The documents that a run trains and validates on; they are prepared first, if necessary.
+
+    Every rank calls this. A prepared store is reused while its source's files have the same sizes and modification
+    times; with `data.verify=full` one process of each host compares its content with its hashes.
+
+    Args:
+        data: the source, or token stores, and how documents are divided.
+        tokenizer: the tokenizer; `auto` takes that of a store.
+        limit: most tokens of a document: the capacity of a pack, or the model's context if that is less.
+        progress: see `prepare`.
+        reads: whether this process reads tokens; one that receives packs from others neither copies nor verifies.
+
+    Raises:
+        ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few or too long documents.
+    """
+    data.check()
+    tokenizer.check()
+    load = _load_stream if data.stream else _load_stored
+    corpus = load(data, tokenizer, limit, progress, reads)
+    if not data.validation_sets:
+        return corpus
+    trained, path = corpus.validation.store, corpus.store_path  # a stream's tokenizer is not trained
+    own = tokenizer if data.stream and data.source != "store" else TokenizerConfig("file", str(path))
+    try:
+        held = load_sets(validation_sets(data), own, limit=limit, progress=progress, reads=reads)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path=", "data.validation_path=")) from error
+    if held.tokenizer.hash != corpus.tokenizer.hash:
+        raise ValueError(
+            f"data.validation_path={data.validation_path}: its chats need special tokens that the tokenizer of the"
+            " training documents lacks; give documents of the same form"
+        )
+    if (kind := held.validation.store.kind) != trained.kind:
+        raise ValueError(
+            f"data.validation_path={data.validation_path} holds {kind}, and the training documents are {trained.kind}:"
+            " give documents of the same form"
+        )
+    return replace(
+        corpus,
+        validation=held.validation,
+        validation_fit=held.validation_fit,
+        sources=held.sources,
+        validation_files=held.description,
+        skipped=[*corpus.skipped, *(f"for validation {line}" for line in held.skipped)],
+    )
+
+
+def load_sets(
+    sets: Sequence[DataConfig],
+    tokenizer: TokenizerConfig,
+    *,
+    limit: int,
+    progress: Progress = silent,
+    reads: bool = True,
+) -> Corpus:
+    """A corpus without training documents: all documents of each set are for validation; see `load_corpus`."""
+    stores, staged = _open_all(sets, tokenizer, progress, reads)
+    data = replace(sets[0], validation=0.0)
+    views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)
+    names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
+    documents: Documents = views[0]
+    if len(stores) > 1:
+        documents = Documents.joined(*_within_joined(stores, names, views))
+    return Corpus(
+        train=documents.take([]),
+        validation=documents,
+        description="; ".join(store.description for store in stores),
+        train_fit=FitReport(limit, "error"),
+        validation_fit=reduce(add, fits),
+        skipped=skipped_lines(documents.store.skipped, documents.store.places),
+        store_path=stores[0].path,
+        sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
+        staged=staged,
+    )
+
+
+def sets_of(data: DataConfig) -> list[DataConfig]:
+    """A source, or each store of a mixture, for `load_sets`."""
+    return [_store_config(data, path) for path in data.paths] or [data]
+
+
+def validation_sets(data: DataConfig) -> list[DataConfig]:
+    """The sources of `data.validation_path` (and `validation_part`): token stores, or files as those of training."""
+    found = []
+    for path in data.validation_sets:
+        if (Path(path).expanduser() / HEADER).is_file():
+            found.append(_store_config(data, path))
+        elif data.source in ("text", *RECORDS):
+            own = replace(data, validation_path=[], validation_part="", validation=0.0, stream=False)
+            found.append(replace(own, path=path, part=data.validation_part or data.part))
+        else:
+            raise ValueError(
+                f"data.validation_path={path} is not a token store, which data.source={data.source} needs: prepare it"
+                " with the tokenizer of the training documents (`multipack prepare tokenizer=FILE --store …`)"
+            )
+    return found
+
+
+def _store_config(data: DataConfig, path: str) -> DataConfig:
+    """A token store, read with the settings of other documents."""
+    names = "block_size train_on_prompt overlong overlap repeat_prompt share_prefixes min_prefix verify stage cache"
+    kept: dict[str, Any] = {name: getattr(data, name) for name in names.split()}
+    return DataConfig(source="store", path=path, validation=0.0, **kept)
+
+
+def _open_all(
+    sets: Sequence[DataConfig], tokenizer: TokenizerConfig, progress: Progress, reads: bool
+) -> tuple[list[TokenStore], str]:
+    """The stores of sources, prepared, copied and verified as their settings ask for; and one line about copies."""
+    stores, data = list[TokenStore](), sets[0]
+    for each in sets:
+        is_store = each.source == "store"
+        path = each.path if is_store else prepare(each, tokenizer, progress=progress)
+        stores.append(_open(path, tokenizer) if is_store else TokenStore(path))
+    stores, staged = stage(stores, data.stage if reads else "", progress)
+    if data.verify == "full" and reads:
+        verify_once(stores, cache_folder(data.cache), progress)
+    return stores, staged
+
+
+def _load_stored(
+    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
+) -> Corpus:
+    """The documents of stores, which are prepared first, if necessary."""
+    stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
+    trains, validations, train_fits, validation_fits = zip(
+        *(_divided(store, data, limit) for store in stores), strict=True
+    )
+    train, validation, shares = trains[0], validations[0], tuple[Share, ...]()
+    description = stores[0].description
+    if data.source == "mixture":
+        train, validation, shares = _mixed(stores, trains, validations, data)
+        shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
+        description = f"mixture by {data.weigh_by}: {shown}"
+    store, train_fit = train.store, reduce(add, train_fits)
+    if not len(train):
+        raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
+    if not train.target_counts.any():
+        raise nothing_learned(
+            f"the {len(train):,} training documents of {store.path}",
+            f"look at the answers, and at data.overlong={data.overlong}, which may cut them off"
+            " (data.train_on_prompt=true makes all tokens targets)",
+        )
+    return Corpus(
+        train=train,
+        validation=validation,
+        description=description,
+        train_fit=train_fit,
+        validation_fit=reduce(add, validation_fits),
+        skipped=skipped_lines(store.skipped, store.places),
+        store_path=stores[0].path,
+        mixture=shares,
+        sources=tuple((share.name, len(held)) for share, held in zip(shares, validations, strict=False)),
+        staged=staged,
+    )
+
+
+def find_tokenizer(
+    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress = silent
+) -> Tokenizer:
+    """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
+
+    Arguments and errors are those of `load_corpus`.
+    """
+    if data.stream:
+        return _load_stream(data, tokenizer, limit).tokenizer
+    if data.source in ("store", "mixture"):
+        return _open((data.paths or [data.path])[0], tokenizer).tokenizer
+    return build_tokenizer(tokenizer, Source(data, tokenizer), cache_folder(data.cache), progress)
+
+
+def _divided(
+    store: TokenStore, data: DataConfig, limit: int
+) -> tuple[Documents, Documents, FitReport, FitReport]:
+    """Training and validation documents of one store, none of them too long, and what was done to those that were."""
+    whole, block = Documents.whole(store, data.train_on_prompt), data.block_size or limit
+    if store.header.split_by == "document":
+        if data.block_size:
+            raise ValueError(
+                f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
+                " data.overlong=split cuts those that are too long"
+            )
+        views = whole.split(data.validation_share, data.split_seed)
+    else:
+        if block > limit:
+            raise ValueError(
+                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
+                " plan.capacity (and the model's context)"
+            )
+        train, validation = whole.split_by_position(data.validation_share)
+        views = train.cut(block), validation.cut(block)
+    shared_from = None if data.share_prefixes == "off" else data.min_prefix
+    (train, train_fit), (validation, validation_fit) = (
+        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt, shared_from) for view in views
+    )
+    return train, validation, train_fit, validation_fit
+
+
+def _mixed(
+    stores: Sequence[TokenStore],
+    trains: Sequence[Documents],
+    validations: Sequence[Documents],
+    data: DataConfig,
+) -> tuple[Documents, Documents, tuple[Share, ...]]:
+    """The mixture to train on, and all validation documents, as views of the joined stores."""
+    names = _names([store.path for store in stores])
+    own, held = _within_joined(stores, names, trains, validations)
+    train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+    return train, Documents.joined(held), shares
+
+
+def _names(paths: Sequence[Path | str]) -> list[str]:
+    """Names of sources: their paths, relative to the deepest folder that holds all of them."""
+    places = [Path(path).expanduser().absolute() for path in paths]
+    return [str(place.relative_to(os.path.commonpath(places))) for place in places]
+
+
+def _within_joined(
+    stores: Sequence[TokenStore], names: Sequence[str], *views: Sequence[Documents]
+) -> list[list[Documents]]:
+    """Views of each store, as views of the joined store, whose documents have names that begin with `names`."""
+    joined = TokenStore.joined(stores[0].path.parent, stores, names)
+    first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
+    return [[view.within(joined, start) for view, start in zip(each, first, strict=True)] for each in views]
+
+
+def _load_stream(
+    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress = silent, reads: bool = True
+) -> Corpus:
+    """The documents of a stream: those held back for validation, and an iterator over the others."""
+    arriving: Arriving
+    if data.source == "store":
+        arriving = GrowingFolder(data, limit)
+        _check_tokenizer(arriving.validation.store, tokenizer)
+    else:
+        arriving = StreamedRecords(data, limit, tokenizer, lambda: open_dataset(data))
+    validation = arriving.validation
+    return Corpus(
+        train=validation.take([]),
+        validation=validation,
+        description=f"{arriving.name}, documents as they arrive",
+        train_fit=arriving.report,
+        validation_fit=arriving.validation_fit,
+        skipped=[],
+        store_path=validation.store.path,
+        arriving=arriving,
+    )
+
+
+def _open(path: str | Path, tokenizer: TokenizerConfig) -> TokenStore:
+    store = TokenStore(Path(path).expanduser())
+    _check_tokenizer(store, tokenizer)
+    return store
+
+
+def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
+    """Refuse a store of another tokenizer than the one that was asked for."""
+    if config.kind == "auto":
+        return
+    same, wanted = config.name == store.header.tokenizer, config.name
+    if config.kind == "file":
+        given = Tokenizer.load(Path(config.path).expanduser(), config.name)
+        same, wanted = given.hash == store.header.tokenizer_hash, f"{given.name} (hash {given.hash[:12]})"
+    if not same:
+        raise ValueError(
+            f"{store.path} was tokenized with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]}), but"
+            f" the configuration asks for {wanted}: set tokenizer.kind=auto, or prepare the documents again"
+        )

@@ -1,0 +1,129 @@
+"""A corpus in figures: the report of a token store.
+
+Computed from the store when asked, block by block: a store does not change, ten million documents take a second, and
+memory is needed for the different lengths only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multipack.data.stores.shards import Integers
+from multipack.data.stores.store import TokenStore
+
+_BLOCK = 1 << 16
+"""Documents, or ranges of targets, that are counted at once; an even number: a pair stays together."""
+CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Common capacities of packs."""
+
+
+class Bar(NamedTuple):
+    """Documents of `first` to `last` tokens: their number, and their tokens."""
+
+    first: int
+    last: int
+    documents: int
+    tokens: int
+
+
+class Excess(NamedTuple):
+    """Documents longer than `capacity` tokens: their number, and the tokens that truncating them would cut off."""
+
+    capacity: int
+    documents: int
+    tokens: int
+
+
+class CorpusReport:
+    """A corpus in figures.
+
+    Args:
+        path: folder of a token store, which may be incomplete.
+
+    Attributes:
+        description: one line about the source.
+        documents: number of documents, or preference pairs (`pairs`).
+        tokens: number of tokens.
+        targets: tokens that are targets, and their share; the first token of a document is never one.
+        mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
+        skipped: reason → number of entries left out, duplicates included.
+        warnings: sentences on records that are trained otherwise than they seem to be.
+        places: reason → names of the first of them.
+        histogram: documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest.
+        excess: longer documents, for common capacities below the longest one.
+        pairs: whether the documents are preference pairs.
+        is_stream: whether the store is one stream of text, which training cuts into blocks.
+        shards: number of shards.
+        is_complete: False: the store still grows.
+        bytes: size of all files.
+        vocabulary_size: every token is less than this.
+
+    Raises:
+        ValueError: there is no store at `path`, or it is damaged, or empty.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        store = TokenStore(path, growing=True)
+        answers, number = 2 if store.has_pairs else 1, Counter[int]()
+        self.targets = self.longest = 0
+        for shard, first in zip(store.shards, store.first.tolist(), strict=False):
+            for begin in range(0, len(shard), _BLOCK):
+                offsets = shard.offsets[begin : begin + _BLOCK + 1]
+                lengths = np.diff(offsets).reshape(-1, answers).sum(axis=1)
+                number.update(
+                    dict(zip(*map(np.ndarray.tolist, np.unique(lengths, return_counts=True)), strict=True))
+                )
+                longest = int(np.argmax(lengths))
+                if lengths[longest] > self.longest:
+                    self.longest = int(lengths[longest])
+                    self.longest_name = store.name(first + begin + answers * longest)
+            for begin in range(0, len(shard.spans), _BLOCK):  # the first token of a document is no target
+                starts, stops = np.maximum(shard.spans[begin : begin + _BLOCK], 1).T
+                self.targets += int((stops - starts).sum())
+        if not number:
+            raise ValueError(f"{path} has no documents")
+        lengths, counts = (np.array(values) for values in zip(*sorted(number.items()), strict=True))
+        self.shards, self.is_complete, self.bytes = len(store.shards), store.is_complete, store.bytes
+        self.description = store.description if store.is_complete else f"{self.shards:,} shards so far"
+        self.documents, self.tokens = int(counts.sum()), store.num_tokens
+        self.target_share = self.targets / self.tokens
+        self.mean, self.median = self.tokens / self.documents, _quantile(lengths, counts, 0.5)
+        self.p99 = _quantile(lengths, counts, 0.99)
+        self.places = store.places
+        self.skipped, self.duplicates = store.skipped, store.skipped.get("duplicates", 0)
+        self.warnings = store.warnings
+        power = np.frexp(lengths)[1] - 1  # exact: 2**power <= length < 2**(power + 1)
+        documents, tokens = (np.bincount(power, weights=each) for each in (counts, counts * lengths))
+        self.histogram = [
+            Bar(1 << bar, (2 << bar) - 1, int(documents[bar]), int(tokens[bar]))
+            for bar in range(int(power.min()), len(documents))
+        ]
+        self.excess = [
+            Excess(
+                capacity,
+                int(counts[lengths > capacity].sum()),
+                int((counts * np.maximum(lengths - capacity, 0)).sum()),
+            )
+            for capacity in CAPACITIES
+            if capacity < self.longest
+        ]
+        self.pairs, self.is_stream = store.has_pairs, store.header.split_by == "position"
+        self.vocabulary_size = store.vocabulary_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("histogram", "excess")}
+        return vars(self) | lists
+
+
+def _quantile(values: Integers, counts: Integers, share: float) -> float:
+    """The quantile of sorted values, of which each is there so many times; between two it is interpolated."""
+    last = np.cumsum(counts) - 1
+    place = share * int(last[-1])
+    below, above = values[np.searchsorted(last, [int(place), -int(-place // 1)])].tolist()
+    part = place % 1
+    return float(below + (above - below) * part if part < 0.5 else above - (above - below) * (1 - part))

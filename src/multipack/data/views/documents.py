@@ -1,0 +1,331 @@
+"""A document, and views of a token store in which documents are selected, cut or split without copying.
+
+    store     |AAAAAAAAAAAA|BBBB|CCCCCCCC|                 flat tokens, documents end to end
+    split     [A        ] [C        ]  |  [B   ]           train | validation
+    cut(8)    [AAAAAAAA][AAAA] …                           pieces of at most 8 tokens
+
+A view is one array of rows (document, start, length, prefix, context: `PIECE`), so that a view of a view costs little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.data.views.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
+from multipack.data.views.prefix_tree import PrefixTree
+from multipack.planning.steps import permutation
+
+IGNORE = -100
+"""Target that no loss counts."""
+
+if TYPE_CHECKING:
+    from multipack.data.stores.store import TokenStore
+
+_VALIDATION = 1 << 20  # in place of an epoch, for an order that no epoch has
+_ROOM = "plan.capacity (and model.context, where positions are learned)"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document, or piece of one, as collators take it.
+
+    Attributes:
+        tokens: (l,) unsigned integers, a slice of the store's memory map.
+        spans: (k, 2) int64 [start, stop) ranges of tokens that are targets, within the document. The first token of a
+            document is never a target: nothing comes before it.
+        weight: weight of its loss, at least 0.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    spans: Integers
+    weight: float = 1.0
+
+    def shifted_targets(self) -> Integers:
+        """(l,) int64: at each position the next token if it is a target, else −100."""
+        targets = np.full(len(self.tokens), IGNORE, dtype=np.int64)
+        for start, stop in self.spans:
+            first = max(int(start), 1)
+            targets[first - 1 : stop - 1] = self.tokens[first:stop]
+        return targets
+
+
+class Documents:
+    """A view of a token store: n documents, or pieces of documents, in an order.
+
+    It is a map-style data set of `torch.utils.data`. A document is a zero-copy slice of the store; a piece with a
+    repeated prompt is a copy. A document may occur several times. Of a store of preference pairs each document here is
+    a pair, which is never cut: its row names the chosen answer, and its length is that of both; `pair` gives them.
+
+    Args:
+        store: the token store.
+        pieces: (n,) rows of type `PIECE`.
+        train_on_prompt: whether every token but the first is a target.
+    """
+
+    def __init__(self, store: TokenStore, pieces: Pieces, train_on_prompt: bool = False) -> None:
+        self.store, self.pieces, self.train_on_prompt = store, pieces, train_on_prompt
+
+    @classmethod
+    def whole(cls, store: TokenStore, train_on_prompt: bool = False) -> Documents:
+        """All documents of `store`, uncut, in its order."""
+        answers = 2 if store.has_pairs else 1
+        numbers = np.arange(0, store.num_documents, answers)
+        lengths = store.lengths.reshape(-1, answers).sum(axis=1)
+        return cls(store, pieces_of(numbers, np.zeros_like(numbers), lengths), train_on_prompt)
+
+    @classmethod
+    def joined(cls, views: Sequence[Documents]) -> Documents:
+        """All documents of these views of one store, in order."""
+        return views[0]._view(np.concatenate([view.pieces for view in views]))
+
+    def within(self, joined: TokenStore, first: int) -> Documents:
+        """The same view of a joined store, in which the first document of this view's store is number `first`."""
+        moved = self.pieces.copy()
+        moved["document"] += first
+        return Documents(joined, moved, self.train_on_prompt)
+
+    def _view(self, pieces: Pieces) -> Documents:
+        return Documents(self.store, pieces, self.train_on_prompt)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def _piece(self, index: int) -> tuple[int, int, int, int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self):,}")
+        piece: tuple[int, int, int, int, int] = self.pieces[int(index)].item()
+        return piece
+
+    def __getitem__(self, index: int) -> Document:
+        """Document `index` (negative: from the end).
+
+        Raises:
+            IndexError: there is none.
+            ValueError: it is a preference pair; the store is damaged.
+        """
+        if self.store.has_pairs:
+            raise ValueError(f"{self.names(index)} is a preference pair: `pair` gives its documents")
+        document, start, length, prefix, context = self._piece(index)
+        weight = 1.0 if self.store.weights is None else float(self.store.weights[document])
+        tokens = self.store.tokens_of(document, start, length - prefix)
+        if prefix:
+            tokens = np.concatenate([self.store.tokens_of(document, 0, prefix), tokens])
+        if self.train_on_prompt:
+            return Document(tokens, np.array([[context, length]], dtype=np.int64), weight)
+        spans = np.clip(self.store.spans_of(document) - start + prefix, context, length)
+        return Document(tokens, spans[spans[:, 0] < spans[:, 1]], weight)
+
+    def pair(self, index: int) -> tuple[Document, Document]:
+        """Both answers of preference pair `index`, each after the prompt; `ValueError` if one has no target."""
+        if not self.store.has_pairs:
+            raise ValueError(f"{self.names(index)} is no preference pair: prepare data.format=preference")
+        answers, first = list[Document](), self._piece(index)[0]
+        for name, document in (("chosen", first), ("rejected", first + 1)):
+            tokens, spans = self.store.tokens_of(document), self.store.spans_of(document)
+            spans = np.array([[0, len(tokens)]], dtype=np.int64) if self.train_on_prompt else spans
+            if not (spans[:, 1] > np.maximum(spans[:, 0], 1)).any():
+                raise ValueError(f"{self.names(index)}: the {name} answer has no target token: it is empty")
+            answers.append(Document(tokens, spans))
+        return answers[0], answers[1]
+
+    @cached_property
+    def lengths(self) -> Integers:
+        """(n,) tokens of each document, read-only."""
+        lengths = np.ascontiguousarray(self.pieces["length"])
+        lengths.flags.writeable = False
+        return lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def target_counts(self) -> Integers:
+        """(n,) targets of each document; its first token never is one."""
+        if self.train_on_prompt:
+            return self.lengths - np.maximum(self.pieces["context"], 2 if self.store.has_pairs else 1)
+        pieces, answers = self.pieces, 1
+        if self.store.has_pairs:
+            documents, answers = (pieces["document"][:, None] + [0, 1]).ravel(), 2
+            pieces = pieces_of(documents, np.zeros_like(documents), self.store.lengths[documents])
+        shift = pieces["start"] - pieces["prefix"]  # from a place in the piece to one in its document
+        first = shift + np.maximum(pieces["context"], 1)
+        counts = self.store.count_targets(pieces["document"], first, shift + pieces["length"])
+        return counts.reshape(-1, answers).sum(axis=1)
+
+    @property
+    def signed_weights(self) -> NDArray[np.float64] | None:
+        """(n,) weight of each document; of labeled answers, negative if undesirable. None = all are 1."""
+        return None if self.store.weights is None else self.store.weights[self.pieces["document"]]
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64] | None:
+        """(n,) weight of each document in the loss, for the planner; None = all are 1."""
+        signed = self.signed_weights
+        return None if signed is None else np.abs(signed)
+
+    def names(self, index: int) -> str:
+        """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""
+        document, start, length, prefix, _ = self._piece(index)
+        name, whole = self.store.name(document), int(self.store.lengths[document])
+        if self.store.has_pairs or (length == whole and not prefix):
+            return name
+        stop = start + length - prefix
+        return f"{name} [{'prompt and ' if prefix else ''}tokens {start:,} to {stop:,} of {whole:,}]"
+
+    def prompt_length(self, index: int) -> int:
+        """Tokens of a document before its first target; of a later piece, the tokens of the prompt that it repeats."""
+        document, start, length, prefix, _ = self._piece(index)
+        spans = self.store.spans_of(document)
+        return prefix if start or prefix or not len(spans) else min(int(spans[0, 0]), length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of the tokens of these documents, and of which are targets."""
+        digest = hashlib.sha256(f"{self.store.checksum} {self.train_on_prompt}".encode())
+        digest.update(np.ascontiguousarray(self.pieces).data)
+        return digest.hexdigest()
+
+    def take(self, indices: ArrayLike) -> Documents:
+        """These documents of the view, in this order."""
+        return self._view(self.pieces[np.asarray(indices, dtype=np.int64)])
+
+    def split(self, fraction: float, seed: int = 0) -> tuple[Documents, Documents]:
+        """Two views, by document: the pieces of one document stay together. Order is kept.
+
+        Args:
+            fraction: share of the documents in the second view, less than 1; rounded, at least one document, not all.
+            seed: seed of the choice.
+
+        Raises:
+            ValueError: a fraction above 0 of fewer than two documents.
+        """
+        numbers = np.unique(self.pieces["document"])
+        if fraction and len(numbers) < 2:
+            raise ValueError(
+                f"data.validation={fraction}: {len(numbers)} document of {self.store.path} cannot be split in two; set"
+                " data.validation=0 (and train.eval_every=0), add documents, or divide a text with data.documents"
+            )
+        count = min(max(round(len(numbers) * fraction), 1 if fraction else 0), max(len(numbers) - 1, 0))
+        chosen = numbers[permutation(seed, _VALIDATION, len(numbers))[:count]]
+        second = np.isin(self.pieces["document"], chosen)
+        return self._view(self.pieces[~second]), self._view(self.pieces[second])
+
+    def split_by_position(self, fraction: float) -> tuple[Documents, Documents]:
+        """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
+
+        Raises:
+            ValueError: a fraction above 0 that leaves a view less than 2 tokens.
+        """
+        border = int(self.num_tokens * (1.0 - fraction))
+        if fraction and min(border, self.num_tokens - border) < 2:
+            raise ValueError(
+                f"data.validation={fraction} of a stream of {self.num_tokens:,} tokens leaves {border:,} to train and"
+                f" {self.num_tokens - border:,} to validate on: each needs 2"
+            )
+        begin = np.cumsum(self.lengths) - self.lengths
+        inside = np.clip(border - begin, 0, self.lengths)  # tokens of each document before the border
+        first, rest = np.flatnonzero(inside > 0), np.flatnonzero(inside < self.lengths)
+        return (
+            self._cut(pieces_of(first, np.zeros_like(first), inside[first])),
+            self._cut(pieces_of(rest, inside[rest], (self.lengths - inside)[rest])),
+        )
+
+    def cut(self, block_size: int) -> Documents:
+        """Every document as pieces of `block_size` (at least 1) tokens; the last piece of each may be shorter."""
+        return self._cut(split(self.lengths, block_size))
+
+    def _cut(self, cuts: Pieces) -> Documents:
+        """Pieces of these documents: `cuts` numbers them, and its starts count from their first tokens.
+
+        Raises:
+            ValueError: a document repeats tokens, or a part of a preference pair.
+        """
+        mine = self.pieces[cuts["document"]]
+        if mine["context"].any():
+            raise ValueError("pieces with repeated tokens cannot be cut again")
+        if self.store.has_pairs and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
+            number = int(cuts["document"][shorter[0]])
+            raise ValueError(f"{self.names(number)} is a preference pair, and a pair cannot be cut")
+        pieces = cuts.copy()
+        pieces["document"] = mine["document"]
+        pieces["start"] += mine["start"]
+        return self._view(pieces)
+
+    def fit(
+        self,
+        limit: int,
+        policy: str = "error",
+        overlap: int = 0,
+        repeat_prompt: bool = False,
+        min_prefix: int | None = None,
+    ) -> tuple[Documents, FitReport]:
+        """A view in which no document is longer than `limit` tokens, and a report of what was done.
+
+        Args:
+            limit: most tokens of a document.
+            policy: for longer documents: `error`, a name in `POLICIES`, or `auto`: the store's own.
+            overlap: tokens that a piece of a split document repeats from the piece before.
+            repeat_prompt: whether each piece of a split document begins with the document's prompt.
+            min_prefix: a pair's common beginning of at least this number of tokens counts once; None = twice.
+
+        Raises:
+            ValueError: an unknown policy; a limit below 1; a document too long with policy `error`; a pair that would
+                be shortened; `split` leaves no room for new tokens.
+        """
+        policy = self.store.header.overlong if policy == "auto" else policy
+        if policy not in ("error", *POLICIES):
+            raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
+        if limit < 1 or overlap < 0 or (policy == "split" and overlap >= limit):
+            raise ValueError(f"data.overlap={overlap}: pieces of {limit:,} tokens repeat 0 to {limit - 1:,}")
+        are_pairs, is_long = self.store.has_pairs, self.lengths > limit
+        for pair in np.flatnonzero(is_long).tolist() if are_pairs and min_prefix is not None else ():
+            first = self._piece(pair)[0]
+            tree = PrefixTree.of([self.store.tokens_of(first + answer) for answer in (0, 1)], min_prefix or 1)
+            is_long[pair] = tree.num_slots > limit
+        long = np.flatnonzero(is_long)
+        if not len(long):
+            return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
+        if policy == "error" or (are_pairs and policy != "drop"):
+            policies = "drop (a preference pair is not shortened)" if are_pairs else "truncate, split or drop"
+            first = int(long[0])
+            raise ValueError(
+                f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit"
+                f" of {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the"
+                f" longest has {int(self.lengths.max()):,}): set data.overlong={policies}, or raise {_ROOM}"
+            )
+        prompt = np.zeros_like(self.lengths)
+        if policy == "split" and repeat_prompt:
+            prompt[long] = [self.prompt_length(number) for number in long.tolist()]
+            if len(full := np.flatnonzero(prompt + overlap >= limit)):
+                first = int(full[0])
+                raise ValueError(
+                    f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
+                    f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
+                    f" data.repeat_prompt=false, or raise {_ROOM}"
+                )
+        if are_pairs:
+            fitted = self.take(np.flatnonzero(~is_long))
+        else:
+            fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
+        is_truncated = policy in ("truncate", "truncate_left")
+        return fitted, FitReport(
+            limit,
+            policy,
+            documents=len(long),
+            pieces=len(fitted) - (len(self) - len(long)),
+            tokens=abs(fitted.num_tokens - self.num_tokens),
+            without_targets=int((fitted.target_counts == 0).sum()),
+            cut_answers=int((fitted.target_counts < self.target_counts).sum()) if is_truncated else 0,
+        )
+
+    def __repr__(self) -> str:
+        return f"Documents({len(self):,} documents, {self.num_tokens:,} tokens, {str(self.store.path)!r})"

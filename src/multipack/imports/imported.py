@@ -1,0 +1,113 @@
+"""From a configuration of Axolotl to one of this package, with every key that cannot be honored by name.
+
+axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, and four lists of keys ─▶ YAML for `multipack train config=FILE`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from multipack.imports.keys import DEFAULTS, READ_WITH, RULES, TRACKERS
+from multipack.imports.outcome import Honored, NotHonored
+from multipack.words import LARGEST, as_text
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The translation of a configuration of Axolotl. Every key that has a value is in exactly one of four lists.
+
+    Attributes:
+        settings: full name of a setting → value.
+        translated: key → the words that it sets, and what differs.
+        left: key → what is left to the user, without changing what is trained.
+        unneeded: keys without an effect on what is trained.
+        lacking: key → why it cannot be honored; what is trained would be something else.
+        commands: commands to run first.
+    """
+
+    settings: dict[str, Any]
+    translated: dict[str, str]
+    left: dict[str, str]
+    unneeded: list[str]
+    lacking: dict[str, str]
+    commands: list[str]
+
+    def to_yaml(self) -> str:
+        """The settings as YAML, below comments that name the keys."""
+        lines: list[str] = []
+        for title, found in (
+            ("Cannot be honored, and this changes what is trained", self.lacking),
+            ("Left to you, without changing what is trained", self.left),
+            ("Set by another word", self.translated),
+        ):
+            lines += [f"{title}:", *(f"  {key}: {text}" for key, text in found.items())] * bool(found)
+        if self.unneeded:
+            lines += ["No effect here on what is trained:", f"  {', '.join(self.unneeded)}"]
+        if self.commands:
+            lines += ["Run these first:", *(f"  {command}" for command in self.commands)]
+        tree: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            group, _, setting = name.rpartition(".")
+            (tree.setdefault(group, {}) if group else tree)[setting] = value
+        body: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        if not body.replace(
+            "\n", ""
+        ).isprintable():  # PyYAML leaves some line ends unescaped, which read back as spaces
+            body = yaml.safe_dump(tree, sort_keys=False)
+        return "".join(f"# {_in_one_line(line)}\n" for line in lines) + body
+
+
+def _in_one_line(text: str) -> str:
+    """A comment's text: keys and values of a file could end its line, and write settings below it."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def import_axolotl(given: Mapping[str, Any]) -> Imported:
+    """Translate a configuration of Axolotl.
+
+    Keys that are null or false are those that Axolotl ignores, but where false is not its default.
+
+    Raises:
+        ValueError: it has neither `base_model` nor data sets.
+    """
+    if not given.get("base_model") or not (given.get("datasets") or given.get("pretraining_dataset")):
+        raise ValueError("no configuration of Axolotl: it has no base_model, or no datasets")
+    settings, commands = dict(DEFAULTS), list[str]()
+    honored, lacking = dict[str, Honored](), dict[str, str]()
+    for name, value in given.items():
+        if value is None or value == [] or (value is False and name != "shuffle_merged_datasets"):
+            continue
+        key = str(name)
+        try:
+            if key not in RULES:
+                raise NotHonored("not a key that is known here")
+            found = RULES[key](value, given)
+            numbers = [each for each in found.settings.values() if isinstance(each, int | float)]
+            if not all(abs(each) < LARGEST for each in numbers):
+                raise NotHonored(f"{value!r:.80} is no number that a setting can have")
+        except NotHonored as reason:
+            lacking[key] = str(reason)
+            continue
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            lacking[key] = f"{value!r:.80} is not a value that is read here"
+            continue
+        honored[key] = found
+        settings |= found.settings
+        commands += found.commands
+    if trackers := [name for key, name in TRACKERS.items() if given.get(key)]:
+        settings["track.to"] = trackers
+    translated, left, unneeded = dict[str, str](), dict[str, str](), list[str]()
+    for key, found in honored.items():
+        names = [*found.settings, *(name for name in READ_WITH.get(key, ()) if name in settings)]
+        if names:
+            words = " ".join(f"{name}={as_text(settings[name])}" for name in names)
+            translated[key] = f"{words} ({found.note})" if found.note else words
+        elif found.note:
+            left[key] = found.note
+        else:
+            unneeded.append(key)
+    return Imported(settings, translated, left, unneeded, lacking, commands)
