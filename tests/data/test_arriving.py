@@ -205,6 +205,7 @@ def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_p
         ("report", 7),
         ("report", ["error", 1, 2]),
         ("report", ["error", 1, 2, 3, None]),
+        ("report", ["error", 1, 2, 3, 4, "5"]),
         ("report", [["error"], 1, 2, 3, 4]),
     ):
         with pytest.raises(ValueError, match=str(folder)):

@@ -213,6 +213,27 @@ def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
     return counts
 
 
+def check_item_options(options: PlanOptions, setting: str) -> None:
+    """Refuse options that items of documents with shared beginnings cannot have.
+
+    Args:
+        options: of the plan.
+        setting: that asks for such items, as the message names it.
+
+    Raises:
+        ValueError: the message names the option and what to use.
+    """
+    if options.align != 1:
+        raise ValueError(
+            f"plan.align={options.align} pads each document, and {setting} divides them: use plan.align=1"
+        )
+    if options.max_documents:
+        raise ValueError(
+            f"plan.max_documents={options.max_documents} counts documents, and {setting} places several at once: use"
+            " plan.max_documents=0"
+        )
+
+
 def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
     """Weights of documents as float64, finite and at least 0.
 

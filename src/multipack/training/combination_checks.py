@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from multipack.planning.items import check_item_options
+from multipack.planning.options import check_item_options
 
 
 def check_sharing(config: Any) -> None:

@@ -214,7 +214,11 @@ class Arriving(ABC):
                     f"{self.name} holds other documents than those that the saved position has behind it: restore its"
                     " shards, or start a new run with another out="
                 )
-            self._go(state["begin"], state["number"], FitReport(self._limit, *state["report"]))
+            report = FitReport(self._limit, *state["report"])
+            policy, *counts = state["report"]
+            if (*counts,) != astuple(report)[2:] or type(policy) is not str or {*map(type, counts)} != {int}:
+                raise TypeError(f"report={state['report']!r:.40}")
+            self._go(state["begin"], state["number"], report)
 
 
 class GrowingFolder(Arriving):

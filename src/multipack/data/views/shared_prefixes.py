@@ -35,9 +35,15 @@ from multipack.data.views.common_prefix import (
 from multipack.data.views.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
-from multipack.planning.items import ItemSource, SharedItems, check_item_options
+from multipack.planning.items import ItemSource, SharedItems
 from multipack.planning.lengths import Packs, check_integers, check_lengths, offsets_of
-from multipack.planning.options import PlanOptions, check_carried, check_targets, check_weights
+from multipack.planning.options import (
+    PlanOptions,
+    check_carried,
+    check_item_options,
+    check_targets,
+    check_weights,
+)
 from multipack.planning.steps import permutation
 
 Integers = NDArray[np.int64]
