@@ -28,7 +28,7 @@ def real_of(config: Mapping[str, Any], names: tuple[str, ...], default: float) -
     """The value of the first of these fields that is present; `default` if none is."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise ValueError(f"the configuration's {names[0]} must be a number, got {value!r}")
+        raise ValueError(f"the configuration's {names[0]} must be a number, got {value!r:.60}")
     return float(value)
 
 
@@ -39,7 +39,9 @@ def number_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"the configuration's {name} must be an integer of at least 0, got {value!r}")
+            raise ValueError(
+                f"the configuration's {name} must be an integer of at least 0, got {value!r:.60}"
+            )
         return value
     return 0
 

@@ -209,7 +209,8 @@ class Arriving(ABC):
                     f" documents, its tokenizer, the limit of {self._limit:,} tokens, or one of"
                     f" data.{', data.'.join(DECISIVE)} was different"
                 )
-            if state["taken"] != self._taken(state["begin"], state["number"]):
+            number = check_integer(f"the number of the saved position in {self.name}", state["number"], 0)
+            if state["taken"] != self._taken(state["begin"], number):
                 raise ValueError(
                     f"{self.name} holds other documents than those that the saved position has behind it: restore its"
                     " shards, or start a new run with another out="
@@ -218,7 +219,7 @@ class Arriving(ABC):
             policy, *counts = state["report"]
             if (*counts,) != astuple(report)[2:] or type(policy) is not str or {*map(type, counts)} != {int}:
                 raise TypeError(f"report={state['report']!r:.40}")
-            self._go(state["begin"], state["number"], report)
+            self._go(state["begin"], number, report)
 
 
 class GrowingFolder(Arriving):
@@ -285,7 +286,9 @@ class GrowingFolder(Arriving):
 
     def _taken(self, begin: Position, number: int) -> str:
         """A digest of the content of all shards up to this one."""
-        count = begin["shard"] + (number > 0)
+        count = check_integer(f"the shard of the saved position in {self.name}", begin["shard"], 0) + (
+            number > 0
+        )
         if self._store is None or len(self._store.shards) < count:
             self._refresh()
         shards = self._store.shards if self._store is not None else []
