@@ -110,13 +110,12 @@ class Trainer(StepApplier):
         packs, self.notes = packs_per_step(config, self.mesh)
         self.corpus = read_documents(config, self.mesh, console)
         self.objective = objective_of(config, self.corpus)
-        starts_from = config.train.init_from if self.resumed is None else ""
+        setting, start = "train.init_from", config.train.init_from if self.resumed is None else ""
         if config.adapter.name != "none":  # frozen weights are in no checkpoint
-            starts_from = config.adapter.base
+            setting, start = "adapter.base", config.adapter.base
             config.adapter.base_hash = check_base(config.adapter, world)
         foreign = bool(config.model.architecture)
-        start = model_folder(starts_from, "train.init_from") if starts_from else None
-        initial = find_weights(start, world=world, foreign=foreign) if start else None
+        initial = find_weights(model_folder(start, setting), world=world, foreign=foreign) if start else None
         resumed = self.resumed.path if self.resumed else None
         self.shape = self.objective.shape(shape_of(config, self.corpus.tokenizer, initial, resumed))
         config, notes = resolve(config, self.objective, self.shape, packs, world)
