@@ -82,7 +82,7 @@ REFUSED = {
     "plan.window=0": ["plan.window"],
     "plan.capacity=0": ["plan.capacity"],
     "plan.align=9999": ["plan.capacity"],
-    "plan.cost=measured": ["plan.cost='measured'", ".json"],
+    "plan.cost=cost.json": ["plan.cost", "leave it out"],
     "train.loss_weighting=documents": ["loss_weighting"],
     "model.attention=falsh": ["attention=falsh"],
     "data=jsonl": ["data.path"],

@@ -81,10 +81,8 @@ def test_weights_of_huggingface(drill, tmp_path):
     drill.check()
 
 
-def test_cost_models_and_hosts(drill, tmp_path):
-    file, hosts = tmp_path / "cost.json", tmp_path / "hosts"
-    CostModel.from_shape(ModelShape(vocabulary_size=300)).save(file)
-    drill("cost", file, [(of_bytes, 100), (of_json, 300)], lambda: CostModel.load(file).cost(np.arange(1, 9)))
+def test_hosts(drill, tmp_path):
+    hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=8\nnode2:4\n# comment\n")
     drill(
         "hosts", hosts, [(of_text, 150)], lambda: parse_hostfile(hosts.read_text(errors="replace"), "hosts")

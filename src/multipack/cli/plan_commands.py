@@ -70,8 +70,8 @@ def plan(
       multipack plan lengths.npy world_size=8 --picture plan.html
 
     The cost of a document follows from model=, a preset (default: llama-8b) or
-    the path of a Hugging Face config.json, or from cost=FILE, a cost fitted to
-    measured times. `multipack plan --settings` lists all settings.
+    the path of a Hugging Face config.json. `multipack plan --settings` lists
+    all settings.
     """
     from multipack.cli.plan_settings import compose_plan, training_command
     from multipack.reports.console import Console

@@ -28,8 +28,6 @@ class PlanCommand:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    cost: str = ""
-    """File of a cost model fitted to measured times (JSON of `multipack calibrate`); empty = the model's FLOPs."""
     world_size: int = 1
     """Data-parallel ranks of the report."""
     context: int = 1
@@ -63,27 +61,10 @@ class PlanCommand:
                 f"world_size={self.world_size} ranks need as many packs per step, but plan.packs_per_step={packs}: use"
                 f" plan.packs_per_step={self.world_size} (or plan.micro_batches, packs per rank), or world_size={packs}"
             )
-        if self.plan.cost != "flops":
-            raise ValueError(
-                f"plan.cost={self.plan.cost} is for training; use cost=FILE with a cost model of `multipack calibrate`"
-            )
-        if self.cost and self.model != SHAPES["llama-8b"]:
-            raise ValueError(f"cost={self.cost} and model both determine the cost: set only one of them")
 
     def cost_model(self) -> CostModel:
-        """Return the cost of documents: the model's FLOPs, or a fit to measured times.
-
-        Raises:
-            ValueError: the file holds no cost model.
-            FileNotFoundError: there is no such file.
-        """
-        if not self.cost:
-            return CostModel.from_shape(self.model, adapter=self.adapter)
-        if not Path(self.cost).is_file():
-            raise FileNotFoundError(
-                f"cost={self.cost} is not a file; use a cost model of `multipack calibrate`"
-            )
-        return CostModel.load(self.cost)
+        """Return the cost of documents: the model's FLOPs."""
+        return CostModel.from_shape(self.model, adapter=self.adapter)
 
 
 @dataclass
@@ -195,7 +176,7 @@ def _base(training: Sequence[str], settings: Sequence[str], has_documents: bool)
         return base
     if has_documents:
         base["tokenizer"] = asdict(config.tokenizer)
-    if not any(word.startswith(("model", "cost=")) for word in settings):
+    if not any(word.startswith("model") for word in settings):
         base["model"] = _shape_values(folder_of_weights(config.train.init_from, "train.init_from"))
     return base
 

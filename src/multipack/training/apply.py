@@ -256,8 +256,6 @@ class StepApplier:
             synchronizes_once = parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
             if synchronizes_once and math.isfinite(seconds_waited := result.synchronizing_seconds):
                 record["dtc"] = seconds_waited
-        if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
-            record["dt_predicted"] = data.predicted_seconds
         if self.files.log is not None and self.config.log.documents:
             self.files.log.documents(step, data.documents.tolist(), data.index, data.plan)
         self._publish(record)

@@ -42,7 +42,7 @@ from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import Config
-from multipack.training.run_cost import cost_files, run_cost
+from multipack.training.run_cost import run_cost
 from multipack.training.run_files import RunFiles
 from multipack.training.run_parts import (
     Feeds,
@@ -121,7 +121,7 @@ class Trainer(StepApplier):
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.objective.config = config
-        self.cost_model = run_cost(config, self.shape, self.run, self.resumed)
+        self.cost_model = run_cost(config, self.shape, self.resumed)
         before = resumed or (initial.folder if initial else None)
         if before is None and foreign:
             before = Path(config.model.architecture)
@@ -168,8 +168,7 @@ class Trainer(StepApplier):
         self.files = RunFiles(self.run, world, config, self.corpus, template, source, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)
-        files = cost_files(self.cost_model) | self.objective.run_files
-        world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
+        world.on_main(lambda: self.files.open(self.objective.run_files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt, self.console.enabled and world.launcher != "torchrun")
         self._unread: Callable[[], None] = lambda: None
         self._forward_seconds = 0.0
