@@ -17,11 +17,11 @@ from multipack.ops.attention import table as attention_table
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import check_model
 from multipack.training.blueprint import open_engine
 from multipack.training.objective import Objective, Preferences
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import compose
-from multipack.training.run_parts import check_model
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import shutil
+import time
 from dataclasses import asdict
 
 import numpy as np
@@ -20,6 +21,7 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
@@ -168,7 +170,8 @@ def test_progress_of_checkpoints(drill, run):
         for name in ("metrics.jsonl", "samples.txt"):
             shutil.copyfile(saved / name, run.path / name)
         config = compose_run([f"train.resume={path}", "train.steps=6"])
-        trainer = Trainer(config, World(), Console(stream=io.StringIO()))
+        console = Console(stream=io.StringIO())
+        trainer = Trainer(assemble(config, World(), console, time.perf_counter), console)
         trainer.close()
 
     assert json.loads(original)["progress"]

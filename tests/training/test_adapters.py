@@ -21,15 +21,14 @@ from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
-from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.assemble import run_cost
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export, loading_code
 from multipack.training.frozen_files import check_base
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
-from multipack.training.run_cost import run_cost
 from multipack.training.train import train
 from multipack.training.weights import find_weights
 from multipack.words import ConfigError
@@ -189,16 +188,14 @@ def test_plans_and_utilization_count_what_is_trained(words, tmp_path, monkeypatc
     new = run(words, tmp_path / "new")
     assert saved(new, 4) == adapted.key()
     with monkeypatch.context() as patch:
-        patch.setattr("multipack.training.trainer.run_cost", lambda *_: whole)
+        patch.setattr("multipack.training.assemble.run_cost", lambda *_: whole)
         old = run(words, tmp_path / "old")
     assert saved(old, 4) == whole.key()
     train(compose_run(["train.resume=true", f"out={tmp_path / 'old'}", "train.steps=6"]))
     assert saved(old, 6) == whole.key()
     for folder in (new, old):
         config = compose_run(["train.resume=true", f"out={folder.parent}"])
-        found = run_cost(
-            config, shape, RunDirectory(folder.parent), load_checkpoint(folder / "step-00000004")
-        )
+        found = run_cost(config, shape, load_checkpoint(folder / "step-00000004"))
         assert found.flops([5, 9]) == adapted.flops([5, 9])
 
 

@@ -15,10 +15,10 @@ from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.run import config_yaml
 from multipack.training import train as train_module
+from multipack.training.assemble import resolve
 from multipack.training.blueprint import open_engine
 from multipack.training.objective import Objective, Preferences
 from multipack.training.run_config import compose
-from multipack.training.run_parts import resolve
 from multipack.training.run_report import header_rows
 
 
@@ -196,8 +196,8 @@ def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
                 world=World(size=size),
                 engine=None,
                 corpus=SimpleNamespace(train=None),
-                clock=None,
-            )
+            ),
+            None,
         )
 
     assert measured("auto") == measured("true", "text") == "measured"

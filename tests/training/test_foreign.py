@@ -290,7 +290,7 @@ def test_frozen_matrices_have_the_dtype_of_products(kind, tmp_path, monkeypatch)
     train(compose_run([*words, f"out={tmp_path / 'fp32'}"]))
     engines = []
     monkeypatch.setattr(
-        "multipack.training.trainer.open_engine",
+        "multipack.training.assemble.open_engine",
         lambda *given: engines.append(open_engine(*given)) or engines[-1],
     )
     train(compose_run([*words, "train.dtype=bf16", f"out={tmp_path / 'bf16'}"]))

@@ -17,7 +17,7 @@ TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 Choice = Literal["auto", "true", "false"]
-"""A setting that the run chooses where it is `auto`; see `resolve` in run_parts.py."""
+"""A setting that the run chooses where it is `auto`; see `resolve` in assemble.py."""
 NEW_MODEL_LR = 2e-3
 """Peak learning rate of models that start from random weights, where none is given."""
 ADAPTER_LR_SCALE = 10
