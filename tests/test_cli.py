@@ -228,8 +228,6 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
         ("prepare data=jsonl", "data.path"),
         ("plan LENGTHS world_size=9", "plan.packs_per_step"),
         ("plan LENGTHS sample=-1", "sample"),
-        ("plan LENGTHS cost=nowhere.json", "cost=nowhere.json"),
-        ("plan LENGTHS cost=a.json model=tiny", "only one of them"),
         ("plan LENGTHS model=llama-9b", "did you mean model=llama-8b"),
         ("plan LENGTHS plan.widnow=3", "did you mean plan.window"),
         ("plan LENGTHS plan.capacity=100", "capacity=100"),

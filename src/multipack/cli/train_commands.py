@@ -67,7 +67,7 @@ def prepare(
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     show: Annotated[int, option("Print this many documents, with their targets marked.", min=0)] = 0,
     as_json: Json = False,
-    settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
+    settings: Annotated[bool, settings_option("Config", "data.", "tokenizer.")] = False,
 ) -> None:
     """Tokenize documents into a store of memory-mapped shards.
 

@@ -30,12 +30,13 @@ from multipack.training.combination_checks import check_sharing
 from multipack.training.given_checks import (
     FIXED_AT_START,
     check_adapter,
+    check_adapter_words,
     check_documents_named,
     check_unchanged,
 )
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
+from multipack.words import ConfigError, flatten, given_values, merge, read_yaml
 
 
 @dataclass(frozen=True)
@@ -214,9 +215,7 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
     words = list(words)
     # kv_heads=0 follows model.heads; the default of an instance of ModelConfig is already resolved.
     config = merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
-    for word in words if config.adapter.name == "none" else ():
-        if translate(*split(word))[0].startswith("adapter.") and not word.startswith("adapter.name"):
-            raise ConfigError(f"{word} has no effect without adapters (adapter.name=none): set adapter=lora")
+    check_adapter_words(words, config.adapter)
     return config
 
 
