@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from multipack.planning.plan import plan
+from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
         options, words = command.split(" -- train ")
         config = compose_run(words.split())
         assert config.plan.capacity == 1024 or "config=laptop.yaml" not in words
-        config.check(int(options.split()[1]))
+        check(config, int(options.split()[1]))
 
 
 def test_the_page_names_tests_and_files_that_are_there():

@@ -42,6 +42,7 @@ from multipack.imports.imported import import_axolotl
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.probe_batch import packed_batch
+from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose, compose_run
@@ -513,7 +514,7 @@ def settings(folder):
 
     def read():
         config = compose([f"config={file}"])
-        config.check(1)
+        check(config, 1)
         for group, values in read_yaml(file).items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 kept = getattr(getattr(config, group), name, "no setting")

@@ -23,6 +23,7 @@ from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checks import check
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
@@ -42,7 +43,7 @@ def test_settings(drill, tmp_path):
 
     def read():
         config = compose([f"config={file}"])
-        config.check(1)
+        check(config, 1)
         if config.model.layers < 100 and config.model.d_model < 1 << 13:
             parameter_shapes(config.shape_with(300))
 

@@ -26,6 +26,7 @@ from multipack.ops.nf4 import Nf4
 from multipack.run import RunDirectory
 from multipack.training.blueprint import open_engine
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checks import check
 from multipack.training.export import export
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.run_config import compose, compose_run
@@ -358,7 +359,7 @@ def test_what_it_cannot_do_is_refused(words, reason, tmp_path):
     save_model("gpt_neox", tmp_path / "base")
     config = compose([*run_words(tmp_path, tmp_path / "base"), *words])
     with pytest.raises(ValueError, match=reason):
-        config.check(2)
+        check(config, 2)
 
 
 @pytest.mark.slow

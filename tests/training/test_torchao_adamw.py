@@ -8,6 +8,7 @@ import torch
 from hf_models import short_run
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checks import check
 from multipack.training.optimizer import build_optimizer
 from multipack.training.run_config import compose, compose_run
 from multipack.training.settings import OptimizerConfig
@@ -80,7 +81,7 @@ def test_a_run_resumes_exactly(tmp_path):
 )
 def test_divided_tensors_are_refused(more):
     with pytest.raises(ValueError, match=rf"{NAME} updates whole tensors .* use parallel\.\w+=\w+, or"):
-        compose([f"optimizer.name={NAME}", *more.split()]).check(2)
+        check(compose([f"optimizer.name={NAME}", *more.split()]), 2)
 
 
 def test_a_missing_package_is_named(monkeypatch):

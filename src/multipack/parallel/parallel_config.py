@@ -290,19 +290,6 @@ class ParallelConfig:
         if problem := next(problems, ""):
             raise ValueError(problem)
 
-    def check_context(self, attention: str, fixed_shape: str) -> None:
-        """Check context parallelism against `model.attention` and `train.fixed_shape`; a ValueError names both."""
-        if self.context > 1 and self.context_method == "planned" and attention != "auto":
-            raise ValueError(
-                f"model.attention={attention}: parallel.context_method=planned has its own kernels; use"
-                " model.attention=auto, or parallel.context_method=ulysses"
-            )
-        if self.context_slack and fixed_shape == "true":
-            raise ValueError(
-                f"parallel.context_slack={self.context_slack:g} gives context ranks unequal numbers of slots: use"
-                " train.fixed_shape=false, or parallel.context_slack=0"
-            )
-
     def _undivided(self, shape: ModelShape, world_size: int, resumed: bool) -> Iterator[str]:
         """Problems of axes that divide heads, matrices and the vocabulary of a model."""
         tensor, context, method = self.tensor, self.context, self.resolved(shape).context_method

@@ -155,7 +155,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
         feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
     # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
     torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
-    callbacks = build_callbacks(config, world, opening.run, feeds.training.micro_batches, console.line)
+    callbacks = build_callbacks(config, world, opening.run, console.line)
     source, foreign = source_files(start.folder, corpus.tokenizer), config.model.architecture
     if foreign:  # what `model=` names, not `train.init_from`
         source["config.json"] = read_text(Path(model.shape.architecture) / "config.json")
@@ -427,11 +427,6 @@ def resolve(
     optimizer, data = config.optimizer, config.data
     train, notes = device_settings(config, world)
     if train.eval_every and data.validation == 0 and not data.validation_sets:
-        if train.patience:
-            raise ValueError(
-                f"train.patience={train.patience} counts evaluations, and data.validation=0 keeps no documents for"
-                " them: set data.validation=0.1, or leave train.patience out"
-            )
         train = replace(train, eval_every=0)
         notes.append("data.validation=0: there are no evaluations")
     if optimizer.lr < 0:
@@ -520,12 +515,12 @@ class Feeds:
 
 
 def build_callbacks(
-    config: Config, world: World, run: RunDirectory, micro_batches: int, report: Callable[[str], None]
+    config: Config, world: World, run: RunDirectory, report: Callable[[str], None]
 ) -> list[Callback]:
     """The callbacks that settings enable, in the order in which they are called.
 
     Raises:
-        ValueError: a callback does not suit the run, or a tracker's package is missing.
+        ValueError: a tracker's package is missing.
     """
     train, log, track = config.train, config.log, config.track
     callbacks: list[Callback] = []
@@ -534,11 +529,6 @@ def build_callbacks(
     if log.layer_norms:
         callbacks.append(LayerNorms())
     if log.gradient_noise:
-        if micro_batches < 2:
-            raise ValueError(
-                f"log.gradient_noise=true compares a micro-batch with its step, but each rank has {micro_batches} per"
-                " step: set plan.packs_per_step to at least twice the number of processes"
-            )
         callbacks.append(GradientNoise())
     if train.spike != "off":
         callbacks.append(SpikeGuard(train.spike, train.spike_factor, report))

@@ -30,6 +30,7 @@ from multipack.planning.options import check_choice
 from multipack.reports.console import Console
 from multipack.run import STATE, is_export, weights_folder
 from multipack.training.assemble import Start, open_model, run_world, shape_of
+from multipack.training.checks import check
 from multipack.training.objective import Preferences, objective_of
 from multipack.training.other_names import translate
 from multipack.training.pack_loaders import PackLoaders
@@ -117,7 +118,7 @@ def evaluate(
     check_choice("--weights", weights, Weights)
     request = compose_evaluation(path, words)
     config = request.config
-    config.check(find_ranks(os.environ).size)
+    check(config, find_ranks(os.environ).size)
     with run_world(config) as world:
         try:
             return _evaluate(request, weights, world, console or Console(rank=1))

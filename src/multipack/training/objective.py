@@ -40,8 +40,8 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
+from multipack.training.checks import Kind, check_kind
 from multipack.training.run_config import Config
-from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import adapt_weights, find_weights
 
 Values = NDArray[np.float64]
@@ -74,19 +74,11 @@ class Objective:
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.run_files: dict[str, bytes] = {}
-        self.check()
+        self.prepare()
 
-    def check(self) -> None:
-        """Raise a ValueError for settings that do not apply."""
-        if self.config.data.share_prefixes == "pairs":
-            raise ValueError(
-                "data.share_prefixes=pairs is about preference pairs, which these documents are not: use all"
-            )
-        if self.config.preference != PreferenceConfig():
-            raise ValueError(
-                "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are"
-                " not: omit it"
-            )
+    def prepare(self) -> None:
+        """Read the settings; raises a ValueError for those that do not apply."""
+        check_kind(self.config, "documents")
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """The shape of the model to train, given that of the settings; `ValueError` if it has no logits."""
@@ -151,35 +143,16 @@ class Preferences(Objective):
     fine_tuning_lr = 1e-6
     last_line = ("reward_accuracy", "reward_margin")
 
-    def check(self) -> None:
+    def prepare(self) -> None:
         """See `Objective`."""
-        train, parallel, preference = self.config.train, self.config.parallel, self.config.preference
-        self.loss = find_loss(preference.loss, "labels" if self.corpus.train.store.has_labels else "pairs")
+        preference = self.config.preference
+        kind: Kind = "labels" if self.corpus.train.store.has_labels else "pairs"
+        self.loss = find_loss(preference.loss, kind)
         check_options(self.loss, preference.changed(), preference.reference)
+        check_kind(self.config, kind, self.loss.reads_values)
         self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
-        for name in ("pipeline", "context"):
-            if getattr(parallel, name) > 1:
-                raise ValueError(
-                    f"parallel.{name}={getattr(parallel, name)} splits documents or layers, and the loss of preference"
-                    " pairs needs both answers on one rank: use parallel.data=zero3 or parallel.tensor"
-                )
-        if train.compare_padding == "true":
-            raise ValueError(
-                "train.compare_padding=true is about single documents, and these are pairs: omit it"
-            )
         if self.loss.reads_values:
-            if parallel.tensor > 1:
-                raise ValueError(
-                    f"parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={self.loss.name}"
-                    " has a head of one: use parallel.data=zero3"
-                )
             self.train_settings = MappingProxyType({**self.train_settings, "sample_tokens": 0})
-        for name in ("label_smoothing", "z_loss"):
-            if getattr(train, name):
-                raise ValueError(
-                    f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
-                    " preference pairs: omit it (preference.label_smoothing smooths preferences)"
-                )
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """See `Objective`."""

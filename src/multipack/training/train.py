@@ -18,6 +18,7 @@ from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble, check_model, run_world
 from multipack.training.callbacks.callback import RunStopped
+from multipack.training.checks import check
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import Config
 from multipack.training.run_report import end_record, print_header, print_result
@@ -62,7 +63,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     config = replace(config, data=config.data.dated())
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
-    config.check(ranks.size)
+    check(config, ranks.size)
     check_model(config, ranks.size, console)
     with run_world(config) as world:
         trainer = Trainer(assemble(config, world, console, clock), console)
