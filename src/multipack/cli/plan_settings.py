@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from multipack.data.text.data_config import source_of
 from multipack.planning.options import Sync
 from multipack.planning.packing import Method
+from multipack.ranges import Count, Positive, check_ranges
 from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.given_checks import check_adapter_words
@@ -41,19 +42,19 @@ class PlanCommand(Config):
     """Settings of `multipack plan`: of the run that is planned, and of the report."""
 
     model: CostedModel = field(default_factory=lambda: CostedModel(**SHAPES["llama-8b"].to_dict()))
-    world_size: int = 1
+    world_size: Positive = 1
     """Data-parallel ranks of the report."""
-    context: int = 1
+    context: Positive = 1
     """Context ranks, which divide each pack: above 1, the report compares how even a ring, Ulysses and planned are."""
     sync: Sync = "micro"
     """Sync points: every micro-batch (`micro`: FSDP; `pipeline`), or once per `step` (DDP)."""
     seed: int = 0
     """Random seed of the order of documents."""
-    epoch: int = 0
+    epoch: Count = 0
     """Index of the epoch, from 0."""
-    sample: int = 1000
+    sample: Count = 1000
     """Maximum number of evenly spaced steps in the report; 0 = all steps."""
-    padded_batch_size: int = 8
+    padded_batch_size: Positive = 8
     """Documents per batch of the padded training to compare with."""
 
     def __post_init__(self) -> None:
@@ -63,10 +64,7 @@ class PlanCommand(Config):
             raise ValueError(
                 "data.stream=true: documents that arrive during training cannot be planned before"
             )
-        ranges = {"world_size": 1, "context": 1, "padded_batch_size": 1, "epoch": 0, "sample": 0}
-        for name, least in ranges.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_ranges(self)
         packs = self.plan.packs_per_step
         if not self.plan.micro_batches and self.world_size > packs:
             raise ValueError(
@@ -81,13 +79,12 @@ class PackPlan:
 
     capacity: int = 8192
     """Maximum tokens of a pack."""
-    max_documents: int = 0
+    max_documents: Count = 0
     """Maximum documents of a pack; 0 = no limit."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.max_documents < 0:
-            raise ValueError(f"plan.max_documents={self.max_documents} must not be negative; 0 = no limit")
+        check_ranges(self, "plan.")
 
 
 @dataclass

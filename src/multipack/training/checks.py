@@ -25,8 +25,8 @@ Kind = Literal["documents", "pairs", "labels"]
 """What the documents of a run are: each its own item, preference pairs, or labeled answers."""
 
 
-class Rule(NamedTuple):
-    """A refusal.
+class Refusal(NamedTuple):
+    """Settings that cannot be combined.
 
     Attributes:
         applies: the groups of settings and the `_facts` about them → whether they are refused.
@@ -37,10 +37,10 @@ class Rule(NamedTuple):
     message: str
 
 
-def _of_foreign(name: str, instead: Any) -> Rule:
+def _of_foreign(name: str, instead: Any) -> Refusal:
     """A setting of which the code of transformers computes one value only."""
     group, _, leaf = name.partition(".")
-    return Rule(
+    return Refusal(
         lambda run: run.foreign and getattr(getattr(run, group), leaf) not in (instead, "auto"),
         f"{name}={{{name}}} is not supported {{foreign}}: use {name}={instead}",
     )
@@ -48,7 +48,7 @@ def _of_foreign(name: str, instead: Any) -> Rule:
 
 RULES = (
     *(
-        Rule(
+        Refusal(
             lambda run, name=name: run.foreign and getattr(run.parallel, name) > 1,
             f"parallel.{name}={{parallel.{name}}} is not supported {{foreign}}: use parallel.data=zero3, which divides"
             " its weights",
@@ -59,25 +59,25 @@ RULES = (
     _of_foreign("train.compile", "false"),
     _of_foreign("model.attention", "auto"),
     _of_foreign("model.kernels", "torch"),
-    Rule(
+    Refusal(
         lambda run: run.foreign and run.preference.loss == "reward",
         "preference.loss=reward needs a head of scores, which is not supported {foreign}",
     ),
-    Rule(
+    Refusal(
         lambda run: run.adapter.name != "none" and not run.adapter.base,
         "adapter.name={adapter.name} trains beside frozen weights: set train.init_from to a folder of a Hugging Face"
         " model, a run or a checkpoint",
     ),
-    Rule(
+    Refusal(
         lambda run: run.data.stream and not run.train.steps,
         "data.stream=true: the number of documents is unknown; set train.steps",
     ),
-    Rule(
+    Refusal(
         lambda run: run.train.patience and not run.validates,
         "train.patience={train.patience} counts evaluations, and data.validation=0 keeps no documents for them: set"
         " data.validation=0.1, or leave train.patience out",
     ),
-    Rule(
+    Refusal(
         lambda run: (
             run.parallel.context > 1
             and run.parallel.context_method == "planned"
@@ -86,24 +86,24 @@ RULES = (
         "model.attention={model.attention}: parallel.context_method=planned has its own kernels; use"
         " model.attention=auto, or parallel.context_method=ulysses",
     ),
-    Rule(
+    Refusal(
         lambda run: run.parallel.context_slack and run.train.fixed_shape == "true",
         "parallel.context_slack={parallel.context_slack:g} gives context ranks unequal numbers of slots: use"
         " train.fixed_shape=false, or parallel.context_slack=0",
     ),
-    Rule(
+    Refusal(
         lambda run: run.shares and run.parallel.context > 1 and run.parallel.context_method == "planned",
         "parallel.context_method=planned divides documents, which data.share_prefixes={data.share_prefixes} lets share"
         " tokens: use parallel.context_method=ulysses",
     ),
-    Rule(
+    Refusal(
         lambda run: (
             run.shares and run.model.rotation_limit and run.plan.longest > run.model.rotation_limit.tokens
         ),
         "model.{model.rotation_limit}, and shared tokens are of several: use"
         " plan.capacity={model.rotation_limit.tokens} with data.share_prefixes={data.share_prefixes}",
     ),
-    Rule(
+    Refusal(
         lambda run: (
             run.log.gradient_noise and (run.parallel.shards_parameters or run.parallel.model_ranks > 1)
         ),
@@ -114,33 +114,33 @@ RULES = (
 """Rules on settings alone."""
 
 OF_RANKS = (
-    Rule(
+    Refusal(
         lambda run: run.resumes and run.plan.micro_batches and run.packs not in (run.given, run.fitting),
         "plan.micro_batches={plan.micro_batches} on {named_ranks} makes {named_given} a step, and the steps of the"
         " resumed run have {packs}: leave it out",
     ),
-    Rule(
+    Refusal(
         lambda run: run.resumes and run.parallel.pipeline == 1 and run.ranks > run.packs,
         "{ranks} data-parallel ranks cannot share the {named_packs} of a step of the resumed run: start at most {packs}"
         " data-parallel ranks, or a new run with train.init_from=",
     ),
-    Rule(
+    Refusal(
         lambda run: run.parallel.pipeline == 1 and run.ranks > run.packs,
         "{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs: set it to at least {ranks} (a"
         " multiple of {ranks} keeps all of them busy)",
     ),
-    Rule(
+    Refusal(
         lambda run: run.resumes and run.needed > run.per_rank,
         "parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
         " data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline={shorter_pipeline}",
     ),
-    Rule(
+    Refusal(
         lambda run: run.slots % run.parallel.token_multiple,
         "plan.align={plan.align} leaves {slots} slots of plan.capacity={plan.capacity}, which parallel.context and"
         " parallel.tensor divide by {parallel.token_multiple}: use plan.capacity={divided_slots}, or"
         " plan.align={parallel.token_multiple}",
     ),
-    Rule(
+    Refusal(
         lambda run: run.log.gradient_noise and run.per_rank < 2,
         "log.gradient_noise=true compares a micro-batch with its step, but each rank has {per_rank} per step: set"
         " plan.packs_per_step to at least twice the number of processes",
@@ -149,34 +149,34 @@ OF_RANKS = (
 """Rules on the number of processes, which the model's ranks divide."""
 
 OF_KINDS = (
-    Rule(
+    Refusal(
         lambda run: run.kind == "documents" and run.data.share_prefixes == "pairs",
         "data.share_prefixes=pairs is about preference pairs, which these documents are not: use all",
     ),
-    Rule(
+    Refusal(
         lambda run: run.kind == "documents" and run.preference != PreferenceConfig(),
         "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are not:"
         " omit it",
     ),
     *(
-        Rule(
+        Refusal(
             lambda run, name=name: run.kind != "documents" and getattr(run.parallel, name) > 1,
             f"parallel.{name}={{parallel.{name}}} splits documents or layers, and the loss of preference pairs needs"
             " both answers on one rank: use parallel.data=zero3 or parallel.tensor",
         )
         for name in ("pipeline", "context")
     ),
-    Rule(
+    Refusal(
         lambda run: run.kind != "documents" and run.train.compare_padding == "true",
         "train.compare_padding=true is about single documents, and these are pairs: omit it",
     ),
-    Rule(
+    Refusal(
         lambda run: run.reads_values and run.parallel.tensor > 1,
         "parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={preference.loss} has a head"
         " of one: use parallel.data=zero3",
     ),
     *(
-        Rule(
+        Refusal(
             lambda run, name=name: run.kind != "documents" and getattr(run.train, name),
             f"train.{name}={{train.{name}}} is about the loss of tokens, and these documents are preference pairs: omit"
             " it (preference.label_smoothing smooths preferences)",
@@ -217,7 +217,7 @@ def check_kind(config: Config, kind: Kind, reads_values: bool = False) -> None:
     _raise_first(OF_KINDS, _facts(config, kind=kind, reads_values=reads_values))
 
 
-def _raise_first(rules: tuple[Rule, ...], run: SimpleNamespace) -> None:
+def _raise_first(rules: tuple[Refusal, ...], run: SimpleNamespace) -> None:
     for rule in rules:
         if rule.applies(run):
             raise ValueError(rule.message.format_map(vars(run)))
