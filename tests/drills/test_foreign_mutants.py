@@ -38,7 +38,7 @@ from multipack.data.text.tokenizer import (
     train_bpe,
 )
 from multipack.hub import model_folder
-from multipack.imports.imported import import_axolotl
+from multipack.imports.imported import translate_keys
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.probe_batch import packed_batch
@@ -469,7 +469,7 @@ def axolotl(folder):
 
     def read():
         given = read_yaml(file)
-        found = import_axolotl(given)
+        found = translate_keys(given)
         text = found.to_yaml()
         tree = yaml.safe_load(text) or {}
         flat = {

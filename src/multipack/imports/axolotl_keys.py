@@ -7,7 +7,7 @@ from typing import Any
 
 from multipack.imports import key_rules as rules
 from multipack.imports import models
-from multipack.imports.outcome import NOTHING, Honored, Rule
+from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of
 
 DEFAULTS: dict[str, Any] = {
     "plan.capacity": 512,
@@ -255,15 +255,13 @@ CANNOT: dict[str, str] = {
 }
 """Keys → what has no equivalent."""
 
-
-def table() -> dict[str, Rule]:
-    """Key → its rule, of all known keys."""
-    found: dict[str, Rule] = {name: partial(rules.renamed, *target) for name, target in RENAMED.items()}
-    found |= dict.fromkeys((*NO_EFFECT, *READ_WITH), lambda value, keys: NOTHING)
-    for rule, texts in ((rules.noted, NOTED), (rules.cannot, CANNOT)):
-        found |= {name: partial(rule, text) for names, text in texts.items() for name in names.split()}
-    return found | FUNCTIONS
-
-
-RULES = table()
-"""Key → rule."""
+TOOL = Tool(
+    name="Axolotl",
+    is_own=lambda keys: keys.get("base_model") and (keys.get("datasets") or keys.get("pretraining_dataset")),
+    needs="base_model and datasets",
+    rules=rules_of(RENAMED, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
+    defaults=DEFAULTS,
+    false=frozenset({"shuffle_merged_datasets"}),
+    trackers=TRACKERS,
+    read_with=READ_WITH,
+)
