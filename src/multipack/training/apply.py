@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.step_result import StepResult
 from multipack.training.assemble import Parts
@@ -59,7 +59,7 @@ class Reading:
         return found
 
 
-def may_read_later(engine: ModelEngine, callbacks: Iterable[Callback]) -> bool:
+def may_read_later(engine: Engine, callbacks: Iterable[Callback]) -> bool:
     """Whether no part of a run needs the numbers of a step before it is applied.
 
     On a CPU there is nothing to wait for. In fp16 the norm decides whether the step is applied; with offload gradients

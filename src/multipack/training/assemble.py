@@ -26,7 +26,7 @@ from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.models.foreign import open_foreign
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
@@ -112,7 +112,7 @@ class OpenModel:
     objective: Objective
     shape: ModelShape
     cost_model: CostModel
-    engine: ModelEngine
+    engine: Engine
     notes: list[str]
 
 

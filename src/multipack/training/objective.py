@@ -36,7 +36,7 @@ from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.objectives import check_options, find_loss
 from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
@@ -97,7 +97,7 @@ class Objective:
 
     def views(
         self,
-        engine: ModelEngine,
+        engine: Engine,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -118,15 +118,15 @@ class Objective:
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
 
-    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+    def metrics(self, engine: Engine, training: bool = True) -> dict[str, float]:
         """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""
         return {}
 
-    def state(self, engine: ModelEngine) -> dict[str, float]:
+    def state(self, engine: Engine) -> dict[str, float]:
         """What the next steps read of the steps before, for a checkpoint."""
         return {}
 
-    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+    def load_state(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Continue with the `state` of a checkpoint; `ValueError` if it is damaged."""
 
 
@@ -173,7 +173,7 @@ class Preferences(Objective):
 
     def views(
         self,
-        engine: ModelEngine,
+        engine: Engine,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -252,7 +252,7 @@ class Preferences(Objective):
         return values
 
     @contextmanager
-    def _reference_model(self, engine: ModelEngine) -> Iterator[tuple[nn.Module, Mesh]]:
+    def _reference_model(self, engine: Engine) -> Iterator[tuple[nn.Module, Mesh]]:
         """Context of the reference model, in evaluation mode and the run's precision, and of the ranks that hold it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
@@ -276,18 +276,18 @@ class Preferences(Objective):
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
-    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+    def metrics(self, engine: Engine, training: bool = True) -> dict[str, float]:
         """Means over items. Every rank of a model replica counts its items, which does not change the means."""
         model = cast(PreferenceDecoder, engine.model)
         found = self.loss.means(engine.world.sum(model.take_tally(training)), "" if training else "val_")
         model.last.update({name: found[name] for name in model.last if name in found})
         return found
 
-    def state(self, engine: ModelEngine) -> dict[str, float]:
+    def state(self, engine: Engine) -> dict[str, float]:
         """See `Objective`."""
         return dict(cast(PreferenceDecoder, engine.model).last)
 
-    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+    def load_state(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """See `Objective`."""
         last = cast(PreferenceDecoder, engine.model).last
         for name in last:
