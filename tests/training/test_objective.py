@@ -180,14 +180,6 @@ def sums(words, tmp_path):
     return [*kept, f"data.path={file}", "train.eval_every=2", "optimizer.decay_steps=4"]
 
 
-def test_settings_of_the_other_objective_are_refused(words, sums, tmp_path):
-    for setting in ("train.label_smoothing", "train.z_loss"):
-        with pytest.raises(ValueError, match=rf"{setting}=.* preference pairs"):
-            train(compose([*sums, "train.steps=2", f"{setting}=1e-4", f"out={tmp_path / 'run'}"]))
-    with pytest.raises(ValueError, match=r"preference\.\* is about pairs .* and labeled answers"):
-        train(compose([*words, "preference.beta=0.5", f"out={tmp_path / 'run'}"]))
-
-
 def test_a_resumed_run_of_pairs_needs_no_reference_weights(words, sums, tmp_path, capsys):
     """Resuming is bit for bit the uninterrupted run, after the initial weights are gone."""
     base, whole, parts = (tmp_path / name for name in ("base", "whole", "parts"))

@@ -97,8 +97,3 @@ def test_what_cannot_share_is_refused_before_a_run(base, more, named):
     )
     with pytest.raises(ValueError, match=named):
         check(compose([*kept, "data.share_prefixes=all", *more]), 2)
-
-
-def test_pairs_are_shared_only_where_there_are_pairs(base, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.share_prefixes=pairs .*use all"):
-        train(compose([*base(), "data.share_prefixes=pairs", f"out={tmp_path / 'run'}"]))

@@ -1,14 +1,10 @@
 """Settings that only the vocabulary or names of parameters show to be illegal are refused before processes join."""
 
-import time
-
 import pytest
 
 from multipack.data.stores.prepare import prepare
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import TokenizerConfig
-from multipack.parallel.world import World
-from multipack.reports.console import Console
 from multipack.training import assemble
 from multipack.training import train as module
 from multipack.training.run_config import compose
@@ -68,14 +64,3 @@ def test_legal_settings_join(one_of_two, sources):
     ):
         with pytest.raises(AssertionError, match="joined the other process"):
             module.train(compose([*sources["byte"], *words]))
-
-
-def test_patience_without_validation_documents_is_refused(tmp_path):
-    path = tmp_path / "few.jsonl"
-    path.write_text('{"text": "one two"}\n{"text": "three"}\n')
-    words = [f"data.path={path}", "data=jsonl", "tokenizer=byte", "model=tiny", "data.validation=0"]
-    words.append("train.patience=2")
-    config = compose([*words, f"out={tmp_path / 'run'}"])
-    with pytest.raises(ValueError, match=r"train\.patience=2.*data\.validation=0"):
-        assemble.assemble(config, World(), Console(rank=1), time.perf_counter)
-    assert not (tmp_path / "run").exists()
