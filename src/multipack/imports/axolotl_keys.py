@@ -8,6 +8,7 @@ from typing import Any
 from multipack.imports import key_rules as rules
 from multipack.imports import models
 from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of
+from multipack.names_elsewhere import HUGGING_FACE
 
 DEFAULTS: dict[str, Any] = {
     "plan.capacity": 512,
@@ -21,29 +22,13 @@ DEFAULTS: dict[str, Any] = {
 """Settings whose defaults differ → Axolotl's defaults."""
 
 RENAMED: dict[str, tuple[str, type]] = {
-    "sequence_len": ("plan.capacity", int),
-    "num_epochs": ("train.epochs", float),
-    "max_steps": ("train.steps", int),
-    "learning_rate": ("optimizer.lr", float),
+    **HUGGING_FACE,
     "weight_decay": ("optimizer.weight_decay", float),
-    "max_grad_norm": ("optimizer.clip", float),
-    "adam_beta1": ("optimizer.beta1", float),
-    "adam_beta2": ("optimizer.beta2", float),
-    "adam_epsilon": ("optimizer.eps", float),
-    "warmup_ratio": ("optimizer.warmup_steps", float),
     "warmup_steps": ("optimizer.warmup_steps", float),
     "label_smoothing_factor": ("train.label_smoothing", float),
     "seed": ("train.seed", int),
-    "output_dir": ("out", str),
-    "save_steps": ("train.checkpoint_every", int),
-    "save_total_limit": ("train.keep_checkpoints", int),
-    "eval_steps": ("train.eval_every", int),
     "early_stopping_patience": ("train.patience", int),
     "load_best_model_at_end": ("train.keep_best", bool),
-    "logging_steps": ("log.every", int),
-    "lora_r": ("adapter.rank", int),
-    "lora_alpha": ("adapter.alpha", float),
-    "lora_dropout": ("adapter.dropout", float),
     "peft_use_rslora": ("adapter.rank_stabilized", bool),
     "train_on_inputs": ("data.train_on_prompt", bool),
     "dataset_exact_deduplication": ("data.dedup", bool),
