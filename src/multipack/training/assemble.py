@@ -299,7 +299,8 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     initial = find_weights(model_folder(path, setting), world=world, foreign=foreign) if path else None
     objective, tokenizer = objective_of(config, corpus), corpus.tokenizer
     shape = objective.shape(shape_of(config, tokenizer, initial, checkpoint))
-    folder, weights, notes = checkpoint, None, list[str]()
+    folder, notes = checkpoint, list[str]()
+    weights: Reader | None = None
     if initial is not None:
         objective.shape(initial.shape)
         weights, note = adapt_weights(initial, shape, tokenizer)
