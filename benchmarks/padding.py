@@ -25,6 +25,7 @@ from torch import Tensor
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.world import World, choose_device
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
@@ -40,7 +41,8 @@ def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparis
     """Compare under one configuration, with either padded loss."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*words, "train.eval_every=0", f"out={folder}/run"])
-        trainer = Trainer(config, World(device=choose_device(config.train.device, 0)), Console())
+        world = World(device=choose_device(config.train.device, 0))
+        trainer = Trainer(assemble(config, world, Console(), time.perf_counter), Console())
         found = {}
         for name, loss in (("same loss", linear_cross_entropy), ("every slot", every_slot)):
             found[name] = compare_with_padding(

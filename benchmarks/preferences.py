@@ -25,6 +25,7 @@ from torch import Tensor
 from multipack.data.packs.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePair
 from multipack.parallel.world import World, choose_device
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import timed_step
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
@@ -100,7 +101,8 @@ def main() -> None:
     words = [*base, *fixed, *options.words]
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*words, f"out={folder}/run"])
-        trainer = Trainer(config, World(device=choose_device(config.train.device, 0)), Console())
+        world = World(device=choose_device(config.train.device, 0))
+        trainer = Trainer(assemble(config, world, Console(), time.perf_counter), Console())
         clock = time.process_time if options.cpu_time else time.perf_counter
         rows = measure(trainer, options.batch_size, clock)
         documents = trainer.corpus.train

@@ -41,7 +41,7 @@ def test_commands_have_legal_options():
 
 def test_settings_in_commands_are_legal():
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
-    from multipack.cli.plan_settings import PackCommand, PlanCommand, is_of_training
+    from multipack.cli.plan_settings import PackCommand, PlanCommand
     from multipack.launch.advise_request import AdviseRequest
     from multipack.training.other_names import translate
     from multipack.training.run_config import compose
@@ -55,9 +55,6 @@ def test_settings_in_commands_are_legal():
             word for word in words if "=" in word and not word.startswith(("-", "config=", "train.resume="))
         ]
         try:
-            if name == "plan":  # takes those of train, too
-                compose([word for word in settings if is_of_training(word)])
-                settings = [word for word in settings if not is_of_training(word)]
             if name in commands:
                 merge(commands[name], settings, translate=translate)
             else:

@@ -17,11 +17,12 @@ from multipack.ops.attention import table as attention_table
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import check_model
 from multipack.training.blueprint import open_engine
+from multipack.training.checks import check
 from multipack.training.objective import Objective, Preferences
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import compose
-from multipack.training.run_parts import check_model
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs
 
@@ -94,7 +95,7 @@ def build(processes: int, words: list[str], items: str = "") -> None:
         ValueError: the configuration is refused.
     """
     config = compose(words)
-    config.check(processes)
+    check(config, processes)
     check_model(config, processes, Console(0))
     store = SimpleNamespace(has_pairs=bool(items), has_labels=items == LABELS)
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)

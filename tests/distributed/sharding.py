@@ -22,7 +22,7 @@ from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training import precision, run_parts, train
+from multipack.training import assemble, precision, train
 from multipack.training.run_config import compose_run
 
 GPT = ModelShape(
@@ -179,8 +179,8 @@ def together(world, model, call, updates, steps, synchronizing, micro_batches=1)
 def train_here(world, words, cache):
     """`multipack train` on the pool's ranks; what it printed, and what torch warned of."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    before, printed = run_parts.connected, io.StringIO()
-    run_parts.connected = lambda *_, **__: nullcontext(world)
+    before, printed = assemble.connected, io.StringIO()
+    assemble.connected = lambda *_, **__: nullcontext(world)
     precision.matmul_peak = lambda *_: 1e11
     warned = logging.StreamHandler(printed)
     logging.getLogger("torch.distributed.tensor").addHandler(warned)
@@ -188,7 +188,7 @@ def train_here(world, words, cache):
         with redirect_stdout(printed):
             train.train(compose_run(words))
     finally:
-        run_parts.connected = before
+        assemble.connected = before
         logging.getLogger("torch.distributed.tensor").removeHandler(warned)
     return printed.getvalue()
 

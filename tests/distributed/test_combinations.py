@@ -10,6 +10,7 @@ import pytest
 import sharding as tiny
 import test_strategies as strategies
 
+from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
 
@@ -64,7 +65,7 @@ def _legal(draw, words):
         size, more = _strategy(draw)
         try:
             config = compose_run([*words, *more])
-            config.check(size)
+            check(config, size)
         except ValueError:
             continue
         if (

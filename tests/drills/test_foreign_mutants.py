@@ -38,10 +38,11 @@ from multipack.data.text.tokenizer import (
     train_bpe,
 )
 from multipack.hub import model_folder
-from multipack.imports.imported import import_axolotl
+from multipack.imports.imported import translate_keys
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.probe_batch import packed_batch
+from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose, compose_run
@@ -468,7 +469,7 @@ def axolotl(folder):
 
     def read():
         given = read_yaml(file)
-        found = import_axolotl(given)
+        found = translate_keys(given)
         text = found.to_yaml()
         tree = yaml.safe_load(text) or {}
         flat = {
@@ -513,7 +514,7 @@ def settings(folder):
 
     def read():
         config = compose([f"config={file}"])
-        config.check(1)
+        check(config, 1)
         for group, values in read_yaml(file).items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 kept = getattr(getattr(config, group), name, "no setting")

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import shutil
+import time
 from dataclasses import asdict
 
 import numpy as np
@@ -20,7 +21,9 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checks import check
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
@@ -40,7 +43,7 @@ def test_settings(drill, tmp_path):
 
     def read():
         config = compose([f"config={file}"])
-        config.check(1)
+        check(config, 1)
         if config.model.layers < 100 and config.model.d_model < 1 << 13:
             parameter_shapes(config.shape_with(300))
 
@@ -81,10 +84,8 @@ def test_weights_of_huggingface(drill, tmp_path):
     drill.check()
 
 
-def test_cost_models_and_hosts(drill, tmp_path):
-    file, hosts = tmp_path / "cost.json", tmp_path / "hosts"
-    CostModel.from_shape(ModelShape(vocabulary_size=300)).save(file)
-    drill("cost", file, [(of_bytes, 100), (of_json, 300)], lambda: CostModel.load(file).cost(np.arange(1, 9)))
+def test_hosts(drill, tmp_path):
+    hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=8\nnode2:4\n# comment\n")
     drill(
         "hosts", hosts, [(of_text, 150)], lambda: parse_hostfile(hosts.read_text(errors="replace"), "hosts")
@@ -170,7 +171,8 @@ def test_progress_of_checkpoints(drill, run):
         for name in ("metrics.jsonl", "samples.txt"):
             shutil.copyfile(saved / name, run.path / name)
         config = compose_run([f"train.resume={path}", "train.steps=6"])
-        trainer = Trainer(config, World(), Console(stream=io.StringIO()))
+        console = Console(stream=io.StringIO())
+        trainer = Trainer(assemble(config, World(), console, time.perf_counter), console)
         trainer.close()
 
     assert json.loads(original)["progress"]

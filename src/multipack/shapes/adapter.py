@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from multipack.ranges import Positive, Range, Share, check_ranges
 from multipack.shapes.formats import FORMATS, FormatName, FrozenFormat
 from multipack.shapes.shape import ModelShape
 
@@ -41,11 +42,11 @@ class AdapterConfig:
 
     name: Literal["none", "lora", "dora"] = "none"
     """none = train all weights; lora = low-rank updates of frozen matrices; dora = also the lengths of their rows."""
-    rank: int = 16
+    rank: Positive = 16
     """Rows of the first matrix of an adapter, columns of the second."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(above=0)] = 32.0
     """Updates are multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the inputs of adapters that is dropped in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Adapted matrices: all-linear (those of blocks), names such as attention.query or q_proj, or globs."""
@@ -76,12 +77,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.rank < 1:
-            raise ValueError(f"adapter.rank={self.rank} must be at least 1")
-        if not self.alpha > 0:
-            raise ValueError(f"adapter.alpha={self.alpha} must be positive")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout={self.dropout} must be at least 0 and below 1")
+        check_ranges(self, "adapter.")
         if self.name == "none" and self.quantize != "none":
             raise ValueError(
                 f"adapter.quantize={self.quantize} quantizes frozen weights, and adapter.name=none trains all of them:"
