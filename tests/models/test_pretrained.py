@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from hf_models import save_model
 from multipack.models.decoder import Decoder
-from multipack.models.huggingface import build_decoder, config_of, decoder_shape, to_huggingface
+from multipack.models.huggingface import build_decoder, decoder_shape, to_huggingface
 from multipack.models.pretrained import open_weights
 from multipack.models.rotary import rotary_tables
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.config_json import config_of
 from multipack.shapes.families import BY_TYPE
 from multipack.training.export import export
 

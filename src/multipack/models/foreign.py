@@ -45,7 +45,7 @@ from multipack.untrusted import config_from_folder, foreign_errors, from_folder,
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""
 LANGUAGE = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
-"""Names of tensors in a model with images → names in its language model."""
+"""Beginnings of tensors' names in a model with images, in newer and in older files → in its language model."""
 PREFIX = "hf:"
 """Prefix of `model=hf:FOLDER`."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}

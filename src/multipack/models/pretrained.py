@@ -18,13 +18,13 @@ from torch import Tensor
 from multipack.models.huggingface import (
     Origin,
     decoder_shape,
-    family_of,
     language_name,
     origins,
     parameter_shapes,
     to_huggingface,
 )
 from multipack.shapes import ModelShape, read_json
+from multipack.shapes.config_json import family_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names in a Hugging Face folder."""

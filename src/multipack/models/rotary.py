@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from multipack.shapes import ModelShape
-from multipack.shapes.config_json import LLAMA3_SCALING, YARN_TURNS
+from multipack.shapes.rotation import LLAMA3_SCALING, YARN_TURNS
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotation angles, two (T, 1, D/2) tensors; D is the width of the rotated elements."""

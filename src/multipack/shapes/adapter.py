@@ -8,20 +8,18 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
+from multipack.shapes.families import LLAMA, PHI
 from multipack.shapes.formats import FORMATS, FormatName, FrozenFormat
 from multipack.shapes.shape import ModelShape
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "all-linear": ("blocks",),
-    "q_proj": ("attention.query",),
-    "k_proj": ("attention.key",),
-    "v_proj": ("attention.value",),
-    "qkv_proj": ("attention.query", "attention.key", "attention.value"),
-    "o_proj": ("attention.output",),
-    "gate_proj": ("feed_forward.gate",),
-    "up_proj": ("feed_forward.up",),
-    "gate_up_proj": ("feed_forward.gate", "feed_forward.up"),
-    "down_proj": ("feed_forward.down",),
+    **{
+        theirs.rpartition(".")[2]: ours
+        for tensors in (LLAMA, PHI)
+        for theirs, ours in tensors.inner.items()
+        if theirs.endswith("_proj")
+    },
     "embed_tokens": ("embedding",),
     "lm_head": ("head",),
 }
