@@ -19,7 +19,7 @@ from multipack.models.decoder import Decoder
 from multipack.models.foreign import LANGUAGE, foreign_names
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.config_json import family_of, language_config
-from multipack.shapes.families import BY_TYPE
+from multipack.shapes.families import BY_TYPE, ENDS
 
 _SCORE = "score.weight"
 """The head of scores, here and in transformers."""
@@ -41,13 +41,13 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
     if shape.architecture:
         return {theirs: state[ours] for ours, theirs in foreign_names(shape).items() if ours in state}
     family, converted = family_of(shape), dict[str, Tensor]()
-    for theirs, ours, transposed in family.tensors.modules(shape.layers):
-        for kind in ("weight", "bias"):
-            parts = [state[f"{name}.{kind}"] for name in ours if f"{name}.{kind}" in state]
+    for theirs, ours, transposed in family.tensors.modules(shape):
+        for end in ENDS:
+            parts = [state[name + end] for name in ours if name + end in state]
             if parts:
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-                is_transposed = transposed and kind == "weight"
-                converted[f"{theirs}.{kind}"] = (joined.t() if is_transposed else joined).contiguous()
+                is_transposed = transposed and end == ".weight"
+                converted[theirs + end] = (joined.t() if is_transposed else joined).contiguous()
         weight = converted.get(f"{theirs}.weight")
         if weight is not None and family.always_bias and ours[0] not in ("embedding", "positions", "head"):
             converted.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
@@ -61,7 +61,7 @@ def modules_of(shape: ModelShape) -> list[tuple[str, tuple[str, ...], bool]]:
         ValueError: see `family_of`.
     """
     if not shape.architecture:
-        return list(family_of(shape).tensors.modules(shape.layers))
+        return list(family_of(shape).tensors.modules(shape))
     pairs = [
         (ours.rpartition(".")[0], theirs.rpartition(".")[0]) for ours, theirs in foreign_names(shape).items()
     ]
@@ -88,13 +88,13 @@ def origins(shape: ModelShape) -> dict[str, Origin]:
         ValueError: see `family_of`.
     """
     found, sizes = dict[str, Origin](), parameter_shapes(shape)
-    for theirs, ours, transposed in family_of(shape).tensors.modules(shape.layers):
-        for kind in ("weight", "bias"):
+    for theirs, ours, transposed in family_of(shape).tensors.modules(shape):
+        for end in ENDS:
             first = 0
-            for name in (f"{name}.{kind}" for name in ours if f"{name}.{kind}" in sizes):
+            for name in (name + end for name in ours if name + end in sizes):
                 stop = first + sizes[name][0]
                 rows = slice(first, stop)
-                found[name] = Origin(f"{theirs}.{kind}", rows, transposed and kind == "weight")
+                found[name] = Origin(theirs + end, rows, transposed and end == ".weight")
                 first = stop
     if shape.scores:
         found[_SCORE] = Origin(_SCORE, slice(0, shape.scores), False)

@@ -56,19 +56,12 @@ class Setting:
     contradicts: Callable[[Config], list[str]] = lambda _: []
 
 
-def _factor(field: str, name: str) -> Setting:
-    """A factor, 1 by default."""
-    return Setting(
-        field, lambda config, _: real_of(config, (name,), 1.0), lambda shape: {name: getattr(shape, field)}
-    )
-
-
-def _cap(field: str, name: str) -> Setting:
-    """A bound, null = 0 = none."""
+def _number(field: str, name: str, default: float) -> Setting:
+    """A number; the default 0 is null in files."""
     return Setting(
         field,
-        lambda config, _: real_of(config, (name,), 0.0),
-        lambda shape: {name: getattr(shape, field) or None},
+        lambda config, _: real_of(config, (name,), default),
+        lambda shape: {name: getattr(shape, field) or (0.0 if default else None)},
     )
 
 
@@ -201,11 +194,15 @@ def _growth(config: Config, _: Fields) -> float:
 
 
 ATTENTION_GROWTH = Setting("attention_growth", _growth, lambda _: {})  # written in rope_parameters
-ATTENTION_CAP = _cap("attention_cap", "attn_logit_softcapping")
-LOGIT_CAP = _cap("logit_cap", "final_logit_softcapping")
-EMBEDDING_SCALE = _factor("embedding_scale", "embedding_multiplier")
-RESIDUAL_SCALE = _factor("residual_scale", "residual_multiplier")
-LOGIT_DIVISOR = _factor("logit_divisor", "logits_scaling")
+ATTENTION_CAP = _number("attention_cap", "attn_logit_softcapping", 0.0)
+LOGIT_CAP = _number("logit_cap", "final_logit_softcapping", 0.0)
+EMBEDDING_SCALE = _number("embedding_scale", "embedding_multiplier", 1.0)
+RESIDUAL_SCALE = _number("residual_scale", "residual_multiplier", 1.0)
+LOGIT_DIVISOR = _number("logit_divisor", "logits_scaling", 1.0)
+
+
+ENDS = (".weight", ".bias")
+"""Ends of the names of a module's tensors, here and there."""
 
 
 @dataclass(frozen=True)
@@ -228,15 +225,15 @@ class Tensors:
     transposed: frozenset[str] = frozenset()
     ignored: re.Pattern[str] = re.compile(r".*\.rotary_emb\.inv_freq")
 
-    def modules(self, layers: int) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-        """Pairs of modules of a model with `layers` layers.
+    def modules(self, shape: Any) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+        """Pairs of modules of a model of a `ModelShape`.
 
         Yields:
             Hugging Face's module, the decoder's modules, and whether Hugging Face's matrix is transposed.
         """
         for theirs, ours in self.outer.items():
             yield self.prefix + theirs, (ours,), False
-        for number in range(layers):
+        for number in range(shape.layers):
             for theirs, names in self.inner.items():
                 where = f"{self.prefix}{self.layers}.{number}.{theirs}"
                 yield where, tuple(f"blocks.{number}.{name}" for name in names), theirs in self.transposed
@@ -271,6 +268,9 @@ LLAMA = Tensors(
 )
 
 
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
+
+
 @dataclass(frozen=True)
 class Family:
     """A `model_type`.
@@ -295,7 +295,7 @@ class Family:
     architecture: str
     switches: dict[str, Any] = field(default_factory=dict)
     settings: tuple[Setting, ...] = ()
-    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _SILU)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=_SILU.copy)
     defaults: dict[str, Any] = field(default_factory=dict)
     tensors: Tensors = LLAMA
     activation: str = "hidden_act"
@@ -313,11 +313,6 @@ class Family:
     def fields(self) -> set[str]:
         """The fields of `ModelShape` that `settings` state."""
         return {setting.field for setting in self.settings}
-
-    @property
-    def own_rotation(self) -> bool:
-        """Whether layers with and without windows have rotations of their own."""
-        return "window_theta" in self.fields
 
     @property
     def score_architecture(self) -> str:
@@ -363,7 +358,6 @@ _GPT2 = Tensors(
 )
 
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
-_SILU = {"hidden_act": ("silu", "swish")}
 _NO_BIAS = {"attention_bias": (False,)}
 _GEMMA: dict[str, Any] = {"norm": "rmsnorm+1", "activation": "geglu", "embedding_scale": SQRT_WIDTH}
 _OLMO: dict[str, Any] = {"norms": "after", "head_norm": "all"}
