@@ -18,17 +18,8 @@ from multipack.shapes.json_values import mapping_of, number_of, read_json, real_
 from multipack.shapes.rotation import is_of_family, of_full_layers, read_rotation, written_rotation
 
 _GATED = (
-    *(
-        "mixtral",
-        "phimoe",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen2_moe",
-        "qwen3_moe",
-        "olmo",
-        "olmoe",
-    ),
+    *("mixtral", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("qwen2_moe", "qwen3_moe", "olmo", "olmoe"),
     *("cohere", "cohere2", "granitemoe", "glm4", "glm4_moe"),
 )
 _PLAIN = ("gptj", "gpt_neox", "gpt_bigcode", "phi")
