@@ -94,11 +94,14 @@ class Decoder(nn.Module):
     Args:
         shape: layers, widths and options; its vocabulary must be set.
         attention: name of a backend, or `"auto"` (ops/attention/table.py).
-        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, also called with `weights=` if a batch has
-            weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
-        training_loss: loss function in training mode, such as one with z-loss; None = `loss_function`.
+        training_loss: loss function in training mode, such as one with z-loss; None = `linear_cross_entropy`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
             positions), the last one the final norm and the head (the embedding, if they are tied).
+
+    Attributes:
+        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss in evaluation, also called with `weights=` if a
+            batch has weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
+        training_loss: the same in training.
 
     Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
@@ -111,7 +114,6 @@ class Decoder(nn.Module):
         self,
         shape: ModelShape,
         attention: str = "auto",
-        loss_function: Callable[..., Tensor] = linear_cross_entropy,
         training_loss: Callable[..., Tensor] | None = None,
         part: DecoderPart | None = None,
     ) -> None:
@@ -130,8 +132,8 @@ class Decoder(nn.Module):
                     f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
                 )
         self.shape = shape
-        self.loss_function = loss_function
-        self.training_loss = training_loss or loss_function
+        self.loss_function: Callable[..., Tensor] = linear_cross_entropy
+        self.training_loss: Callable[..., Tensor] = training_loss or linear_cross_entropy
         self.part = part or DecoderPart(0, shape.layers, shape.layers)
         with torch.device("meta"):  # only reset_parameters draws values
             self._make(shape, attention)
