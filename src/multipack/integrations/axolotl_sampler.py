@@ -253,7 +253,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return known
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
-        """Check document numbers and remove those of dropped documents.
+        """Check document numbers and remove dropped documents.
 
         Raises:
             ValueError: `order` is empty, or has an entry that is not a document number.

@@ -24,7 +24,7 @@ documents begin. Names of parameters, on which checkpoints and other modules rel
 
 and `.bias` beside `.weight` where the shape has biases. Query, key and value (and gate and up) are separate matrices:
 each splits into equal row blocks for tensor parallelism, even with fewer key heads than query heads, where a fused
-matrix would need interleaved rows; fusing them would save 0.3 % of a step on the CPU. Row order is that of Llama's
+matrix would need interleaved rows; fusing them would save 0.3 % of a step on the CPU. Rows have the order of Llama's
 weights on Hugging Face (a head's two halves rotate). There are no buffers: rotary tables are computed from
 position_ids, so that `.to(bfloat16)`, meta-device initialization and sharding do not affect them.
 """
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         return out if self.shape.logit_divisor == 1.0 else out / self.shape.logit_divisor
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """(T, d) embeddings of the tokens, plus those of learned positions."""
+        """(T, d) embeddings of the tokens, plus learned positions."""
         if batch.input_ids.device.type == "cpu":  # on a GPU the check would wait for the device
             check_tokens(batch.input_ids, self.shape.vocabulary_size)
         x: Tensor = self.embedding(batch.input_ids)
@@ -320,8 +320,8 @@ def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.dev
     """A function that draws one parameter of a decoder: (name, device) → its whole initial value.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, on the parameter's device. Values
-    equal those of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type, and do not depend on
-    the rank or the order of calls: ranks need not communicate.
+    equal the weights of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type, and do not
+    depend on the rank or the order of calls: ranks need not communicate.
     """
     with torch.device("meta"):
         whole = Decoder(shape)

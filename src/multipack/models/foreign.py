@@ -7,8 +7,8 @@
       everything else      ─▶    model          positions, the last norm, and the code that joins them
 
 A `ModelShape` with `architecture=FOLDER` describes such a model: its numbers are for cost and reports, and the model is
-that of the folder's config.json. Code in the folder is not run. Auxiliary losses of routers, which transformers adds to
-its own loss only, are not computed.
+the one of the folder's config.json. Code in the folder is not run. Auxiliary losses of routers, which transformers
+adds to its own loss only, are not computed.
 
 Weights are read by transformers, which knows the formats of files (experts are stored one by one, and joined in
 memory). Buffers that files hold, such as the routing biases of DeepSeek-V3, become frozen parameters; other buffers are
@@ -56,7 +56,7 @@ _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotar
 
 
 def read_config(folder: str) -> Any:
-    """The configuration of the language model in a folder; of a model with images, that of its part for text.
+    """The configuration of the language model in a folder; of a model with images, of its part for text.
 
     Raises:
         ImportError: transformers is not installed.
@@ -290,7 +290,7 @@ def _arguments(kind: Any) -> frozenset[str] | None:
 def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], Tensor]:
     """A function that reads a parameter of the model of `shape.architecture`, in float32.
 
-    transformers reads all weights at the first call. Their dtype is that of the files.
+    transformers reads all weights at the first call, in the dtype of the files.
 
     Args:
         shape: of the model.

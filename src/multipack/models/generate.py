@@ -45,7 +45,7 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        tokens: the new tokens, without an end token, but with those of a stop string.
+        tokens: the new tokens, without an end token, but with the tokens of a stop string.
         reason: what ended it: `end`: an end token; `stop`: a stop string; `length`: the maximum number of tokens.
         text: the decoded tokens up to the stop string; empty without a tokenizer.
     """
@@ -126,7 +126,7 @@ def generate_batch(
         listener: called with new text of each prompt.
         use_cache: as in `generate`.
         together: maximum number of texts at the same time, which bounds the cache's memory.
-        generators: one for each prompt; None = those of `sampling`.
+        generators: one for each prompt; None = by the seed of `sampling`.
 
     Returns:
         One completion per prompt, in their order.

@@ -54,8 +54,9 @@ BLOCK_PLAN = {
     "feed_forward.down": "row",
 }
 """Name of a module of a block → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
-those of keys and values by whole heads, of which several ranks may have the same (`heads`). Modules of `norm` process a
-part of the tokens or heads; the input of `gathers` is gathered to all tokens. Not every shape has all modules."""
+matrices of keys and values by whole heads, of which several ranks may have the same (`heads`). Modules of `norm`
+process a part of the tokens or heads; the input of `gathers` is gathered to all tokens. Not every shape has all
+modules."""
 
 
 class Block(nn.Module):
@@ -84,7 +85,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
-        """(T, d) → (T, d); `attend` is that of `Attention.forward`."""
+        """(T, d) → (T, d); `attend` as in `Attention.forward`."""
         if self.around is not None and self.training and attend is None:
             return self.around(self.compute, x, batch, rotation)
         return self.compute(x, batch, rotation, attend)

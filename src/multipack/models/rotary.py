@@ -10,8 +10,8 @@ Scalings extend the context of a trained model; low frequencies are those that t
     longrope   a divisor for each frequency, another one in documents that are longer than the trained context, and a
                factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753)
 
-Where the length counts (dynamic, longrope) it is that of each document, as in a batch of that document alone: packs and
-batches have no influence.
+Where the length counts (dynamic, longrope) it is the length of each document, as in a batch of that document alone:
+packs and batches have no influence.
 """
 
 from __future__ import annotations

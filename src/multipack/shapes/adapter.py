@@ -46,13 +46,13 @@ class AdapterConfig:
     dropout: float = 0.0
     """Share of the inputs of adapters that is dropped in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Adapted matrices: all-linear (those of blocks), names such as attention.query or q_proj, or globs."""
+    """Adapted matrices: all-linear (all in blocks), names such as attention.query or q_proj, or globs."""
     train: list[str] = field(default_factory=list)
     """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
     rank_stabilized: bool = False
     """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
     quantize: Literal["none", FormatName] = "none"
-    """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = that of train.dtype."""
+    """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = train.dtype."""
     double_quantize: bool = True
     """Quantize the scales of nf4 too: 4.13 instead of 4.5 bits a number."""
     base: str = ""
@@ -96,7 +96,7 @@ class AdapterConfig:
 
     @property
     def format(self) -> FrozenFormat | None:
-        """The format of frozen matrices; None = that of train.dtype."""
+        """The format of frozen matrices; None = train.dtype."""
         return FORMATS.get(self.quantize)
 
     @property
@@ -180,7 +180,7 @@ class AdapterConfig:
 
 
 def _names(pattern: str) -> Iterable[str]:
-    """The names that match a pattern: those of the decoder, and its own, which models of transformers have."""
+    """The names that a pattern stands for: the decoder's, and itself, as models of transformers have them."""
     return (*ALIASES.get(pattern, ()), pattern)
 
 

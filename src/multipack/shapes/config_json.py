@@ -69,7 +69,7 @@ _UNKNOWN_COST = (
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Check the sizes of a model, and those of the models inside it, before something is made of them.
+    """Check the sizes of a model, and of models inside it, before lists and tensors are made by them.
 
     Raises:
         ValueError: a number of layers, heads, experts or of something else that names begin or end with, or a width, is

@@ -76,7 +76,7 @@ class ModelShape:
     """Factor of cosines and sines; 0 = 0.1 · ln(rope_factor) + 1 (yarn), √(1 + ln(rope_factor) / ln(rope_context))
     (longrope)."""
     rope_factors: tuple[float, ...] = ()
-    """Divisors of longrope's frequencies: those of documents of up to `rope_context` tokens, then of longer ones."""
+    """Divisors of longrope's frequencies: for documents of up to `rope_context` tokens, then for longer ones."""
     unrotated_every: int = 0
     """Every n-th layer has no rotary positions (4 in SmolLM3); 0 = all have."""
     embedding_scale: float = 1.0
@@ -344,7 +344,7 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Number of matrix elements of one block that a token is multiplied with: P in the cost formula.
 
-        Biases and norms are not counted. In a mixture of experts it is that of a block with experts, with its router.
+        Biases and norms are not counted. In a mixture of experts, the block is one with experts; its router counts.
         """
         return self.attention_parameters + (
             self._mixture() if self.experts else self._feed_forward(self.d_ff)
