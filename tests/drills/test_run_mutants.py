@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 
 from multipack.launch.allocation import parse_hostfile
 from multipack.models.decoder import Decoder
-from multipack.models.huggingface import config_of, decoder_shape, parameter_shapes, to_huggingface
+from multipack.models.huggingface import decoder_shape, parameter_shapes, to_huggingface
 from multipack.models.pretrained import open_weights
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.shapes.config_json import config_of
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.checks import check
