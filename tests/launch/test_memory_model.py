@@ -11,12 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.launch import memory_model
 from multipack.launch.held import model_parameters
 from multipack.launch.memory_model import Workload, memory_of_stages
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
-from multipack.ops import logits
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -140,12 +138,6 @@ def test_state_is_exact_after_a_step():
     assert memory(wide, optimizer="adamw_8bit").optimizer == pytest.approx(
         held, rel=0.01
     )  # norms have float32
-
-
-def test_chunks_of_logits_are_those_of_the_loss():
-    """The model of memory imports no torch, and so has its own constants."""
-    constants = memory_model.LOSS_CHUNK_TOKENS, memory_model.LOSS_CHUNK_BYTES
-    assert constants == (logits.CHUNK_TOKENS, logits.CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
