@@ -133,7 +133,7 @@ def timed_run(words: list[str], skipped: int) -> Run:
 
 def median_seconds(device: str, work: Callable[[], object], repeats: int) -> float:
     """Median seconds of a call, after two calls that are not timed: by CUDA events on a GPU, by wall time elsewhere."""
-    from multipack.parallel.step_result import DeviceClock
+    from multipack.parallel.engine import DeviceClock
 
     clock, marks = DeviceClock(torch.device(device)), []
     for _ in range(repeats + 2):

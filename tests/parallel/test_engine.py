@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig

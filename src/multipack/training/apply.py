@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.step_result import StepResult
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
