@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from multipack.launch.memory_model import Workload
-from multipack.launch.traffic import communication
+from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.state import local
 from multipack.parallel.world import World
+from multipack.shapes import ModelShape
 from parallel_tables.ranks import Ranks
 from parallel_tables.setups import blueprint_of, engine_of, filling, pack_of
-from parallel_tables.traffic import MICRO_BATCHES, SHAPE, SLOTS, Counting
 
+SHAPE = ModelShape(layers=4, heads=4, d_model=64, d_ff=128, context=512, vocabulary_size=512, tied=False)
+SLOTS, MICRO_BATCHES = 128, 4
 INSTANTS = ("before the step", "after a forward pass", "after the backward passes", "after the optimizer")
 HELD = ("parameters", "gradients", "optimizer", "saved")
 """What a rank holds; `saved`: the most bytes at a time that autograd saves for backward passes, of the whole step."""
@@ -46,14 +50,64 @@ class Step:
     sent: Counter[str] = field(default_factory=Counter)
 
 
+KINDS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "send": "send",
+}
+"""torch's names → those of the formulas."""
+
+
+class Counting(TorchDispatchMode):
+    """Counts all collectives of this process, also those of DDP and FSDP, and their bytes as `Traffic.sent` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.count(function._opname.strip("_").removesuffix("_base"), arguments)
+        return function(*arguments, **(options or {}))
+
+    def count(self, name: str, arguments: Any) -> None:
+        """Add one collective, named as torch names it."""
+        if name in ("recv", "barrier", "recv_any_source"):
+            return
+        if name not in KINDS:
+            raise ValueError(f"torch's collective {name} is not counted: add it to KINDS")
+        kind = KINDS[name]
+        whole = arguments[1] if kind in ("reduce_scatter", "all_to_all") else arguments[0]
+        payload = sum(each.nbytes for each in tree_leaves(whole))
+        if kind == "all_to_all" and any(isinstance(each, list) and each for each in arguments[2:]):
+            kind = "send"  # with sizes of their own: a rank keeps nothing
+        self.calls[kind] += 1
+        self.sent[kind] += Traffic("", kind, _ranks_of(arguments), 0, payload).sent
+
+
+def _ranks_of(arguments: Any) -> int:
+    """Number of ranks that take part: the size of the process group among the arguments."""
+    for each in arguments:
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(each).size())
+            except RuntimeError:  # another of torch's objects
+                continue
+    raise ValueError("a collective without a process group cannot be counted")
+
+
 def parameters() -> int:
     """Number of parameters of the decoder."""
     return sum(math.prod(shape) for shape in blueprint_of(SHAPE).shapes.values())
 
 
-def measure(config: ParallelConfig, ranks: Ranks) -> list[Step]:
-    """The third step of each rank: DDP arranges its buckets in the first two."""
-    return ranks.run(_third_step, config)
+def measure(config: ParallelConfig, ranks: Ranks, lengths: list[int] | None = None) -> list[Step]:
+    """The third step of each rank: DDP arranges its buckets in the first two. `lengths` are those of each pack."""
+    return ranks.run(third_step, config, lengths or filling(SLOTS, 20))
 
 
 def formula(config: ParallelConfig, ranks: int) -> Counter[str]:
@@ -65,9 +119,9 @@ def formula(config: ParallelConfig, ranks: int) -> Counter[str]:
     return found
 
 
-def _third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig) -> Step:
+def third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig, lengths: list[int]) -> Step:
+    """See `measure`; of this rank."""
     engine = engine_of(world, SHAPE, config, MICRO_BATCHES)
-    lengths = filling(SLOTS, 20)
     packs = [pack_of(lengths, SLOTS, SHAPE.vocabulary_size, seed) for seed in range(MICRO_BATCHES)]
     found, watching = Step(), [False]
     look = partial(_bytes_held, engine)

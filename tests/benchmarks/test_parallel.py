@@ -54,8 +54,7 @@ def test_lengths_fill_a_pack(slots):
 def test_a_row_compares_totals_and_the_worst_kind():
     traffic = module("traffic")
     case, sent = traffic.Case(2, {"data": "zero2"}), Counter()
-    for each in traffic.expected_of(case):
-        sent[each.kind] += each.sent
+    sent += module("step").formula(case.config, case.ranks)
     total, calls = sent.total(), Counter(all_gather=5, reduce_scatter=20)
     row = traffic.compared(case, calls, sent)
     assert row == ["data=zero2", 2, "5 all-gather, 20 reduce-scatter", total, total, 1.0, 1.0]
@@ -66,7 +65,7 @@ def test_a_row_compares_totals_and_the_worst_kind():
 
 def test_an_unknown_collective_is_an_error():
     with pytest.raises(ValueError, match="torch's collective barter is not counted"):
-        module("traffic").Counting().count("barter", [])
+        module("step").Counting().count("barter", [])
 
 
 def test_an_error_of_a_rank_is_raised(monkeypatch):
@@ -75,7 +74,7 @@ def test_an_error_of_a_rank_is_raised(monkeypatch):
     # This process has one fork server, which the pools of other tests use as well.
     monkeypatch.setattr(ranks, "PRELOADED", pool.PRELOADED)
     with pytest.raises(ValueError, match=r"parallel\.tensor=3"), ranks.Ranks(1) as processes:
-        processes.run(traffic.count, traffic.Case(1, {"tensor": 3}))
+        module("step").measure(traffic.Case(1, {"tensor": 3}).config, processes)
 
 
 # Many ranks
