@@ -33,7 +33,8 @@ from torch import Tensor
 
 from multipack.data.packs.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePair
 from multipack.ops.loss import linear_cross_entropy
-from multipack.parallel.world import World, choose_device
+from multipack.parallel.joining import choose_device
+from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.compare import Comparison, compare_with_padding, timed_step
 from multipack.training.run_config import compose

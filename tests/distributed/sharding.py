@@ -19,6 +19,7 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initia
 from multipack.ops.lora import add_adapters, initial_adapter, is_adapter, quantize
 from multipack.ops.quantized import PARTS
 from multipack.parallel.build import Blueprint
+from multipack.parallel.failures import Alone
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -42,7 +43,7 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
-class Places:
+class Places(Alone):
     """A `Watch` that records the places of its rank."""
 
     def __init__(self):

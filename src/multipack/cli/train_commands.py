@@ -212,7 +212,7 @@ def calibrate(
     The cost is fitted to half of the packs and tested on the other half. Run
     nothing else on the machine during the measurement.
     """
-    from multipack.parallel.world import connected
+    from multipack.parallel.joining import connected
     from multipack.reports.console import Console
     from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose

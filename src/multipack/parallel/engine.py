@@ -253,9 +253,9 @@ class ModelEngine:
             watch: called with the index of each micro-batch except the last, after its backward pass, when gradients
                 are not yet synchronized and are scaled by `mesh.gradient_size` and `loss_scale`.
         """
-        self.world.at_stage("forward and backward passes")
+        self.world.watch.at_stage("forward and backward passes")
         result = self._accumulate(micro_batches, self.scale(denominator), watch)
-        self.world.at_stage("after its backward passes")
+        self.world.watch.at_stage("after its backward passes")
         self._scaler.unscale(self.gradients().values())
         return result
 
@@ -268,7 +268,7 @@ class ModelEngine:
         with keeping_copies(self.world.device), self.autocast():
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
-                self.world.at_stage(f"forward pass of micro-batch {index + 1}")
+                self.world.watch.at_stage(f"forward pass of micro-batch {index + 1}")
                 moved = self._moved(batch)
                 if is_last and self.mesh.gradient_size > 1:
                     # Autograd computes the gradients of older copies last: DDP could send none during the pass.
@@ -277,7 +277,7 @@ class ModelEngine:
                     began = self.clock.mark()
                     loss = self._call(moved)
                     middle = self.clock.mark()
-                    self.world.at_stage(f"backward pass of micro-batch {index + 1}")
+                    self.world.watch.at_stage(f"backward pass of micro-batch {index + 1}")
                     with torch.autocast(device, enabled=False):
                         (loss * scale).backward()
                     forward.append((began, middle))
@@ -352,7 +352,7 @@ class ModelEngine:
         Args:
             learning_rate: learning rate of the step; multiplied by a parameter group's `lr_scale` if it has one.
         """
-        self.world.at_stage("optimizer step")
+        self.world.watch.at_stage("optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         self.optimizer.step()
@@ -369,7 +369,7 @@ class ModelEngine:
         elif gradients:
             # Gradients are views of DDP's buckets: if they were None, the next micro-batch would allocate them anew.
             torch._foreach_zero_(gradients)
-        self.world.at_stage("after the optimizer step")
+        self.world.watch.at_stage("after the optimizer step")
 
     def state(self) -> State:
         """This rank's tensors, not copied; shards are `DTensor`s.

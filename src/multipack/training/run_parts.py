@@ -14,10 +14,11 @@ from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.parallel.engine import ModelEngine
+from multipack.parallel.joining import connected
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console, Detail
 from multipack.run import RunDirectory, find_run
