@@ -25,7 +25,7 @@ class FrozenFormat:
         per_byte: numbers in a byte of codes.
         block: rows are a multiple of this number, also those that ranks divide; 1 = of any length.
         unpacked: temporary bytes of a number while its matrix is dequantized.
-        loading: arguments of transformers' BitsAndBytesConfig with which a model computes the same.
+        loading: arguments of transformers' BitsAndBytesConfig with which a model computes the same; empty = none do.
         quantizes_scales: whether `adapter.double_quantize` applies.
         prefix: of the names of adapters beside such matrices: QLoRA.
     """
@@ -35,9 +35,20 @@ class FrozenFormat:
     per_byte: int
     block: int
     unpacked: int
-    loading: str
+    loading: str = ""
     quantizes_scales: bool = False
     prefix: str = ""
+
+    def equal_outputs(self, double: bool) -> str:
+        """How transformers computes what an adapter was trained beside."""
+        if not self.loading:
+            return "use --merge: transformers loads no weights in this format"
+        return f"load the base with BitsAndBytesConfig({self.loading.format(double=double)})"
+
+    def text(self, double: bool) -> str:
+        """Its name, and how its scales are held."""
+        scales = "double quantization" if self.quantizes_scales and double else "scales in fp32"
+        return f"{self.title} with {scales}"
 
 
 FORMATS: dict[str, FrozenFormat] = {
