@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multipack.launch.memory_model import Workload
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.engine import ModelEngine
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.state import local
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
+from parallel_tables.held import Saved, bytes_held
 from parallel_tables.ranks import Ranks
 from parallel_tables.setups import blueprint_of, engine_of, filling, pack_of
 
@@ -124,7 +122,7 @@ def third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig, le
     engine = engine_of(world, SHAPE, config, MICRO_BATCHES)
     packs = [pack_of(lengths, SLOTS, SHAPE.vocabulary_size, seed) for seed in range(MICRO_BATCHES)]
     found, watching = Step(), [False]
-    look = partial(_bytes_held, engine)
+    look = partial(bytes_held, engine.modules, engine.optimizer)
 
     def after_forward(*_: Any) -> None:
         if watching[0]:
@@ -135,7 +133,7 @@ def third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig, le
         watching[0] = number == 2
         dist.barrier()
         found.held = {INSTANTS[0]: look()}
-        saved = Saved(engine)
+        saved = Saved(engine.modules, engine.optimizer)
         with Counting() as counting, saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):
             engine.forward_backward(packs, world.size * sum(pack.num_target_tokens for pack in packs))
             found.held[INSTANTS[2]] = look()
@@ -145,62 +143,3 @@ def third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig, le
     found.held = {instant: found.held[instant] for instant in INSTANTS}
     found.saved, found.calls, found.sent = saved.most, counting.calls, counting.sent
     return found
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address → bytes of the storages of this rank's parts."""
-    held = [local(each.detach()).untyped_storage() for each in tensors]
-    return {each.data_ptr(): each.nbytes() for each in held}
-
-
-def _parameters(engine: ModelEngine) -> list[Tensor]:
-    """Parameters of modules, gathered ones too, and their shards, which the optimizer has."""
-    shards = [each for group in engine.optimizer.param_groups for each in group["params"]]
-    return [*shards, *(each for module in engine.modules for each in module.parameters())]
-
-
-def _bytes_held(engine: ModelEngine) -> dict[str, int]:
-    held = _parameters(engine)
-    slots = [value for state in engine.optimizer.state.values() for value in state.values()]
-    kinds = {
-        "parameters": held,
-        "gradients": [each.grad for each in held if each.grad is not None],
-        "optimizer": [value for value in slots if isinstance(value, Tensor) and value.ndim],
-    }
-    return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
-
-
-class Saved:
-    """Counts the bytes that autograd saves; a storage counts once, and those of parameters not at all."""
-
-    def __init__(self, engine: ModelEngine) -> None:
-        self.engine, self.users, self.now, self.most = engine, Counter[int](), 0, 0
-
-    def keep(self, tensor: Tensor) -> _Kept:
-        """Count a tensor that autograd saves."""
-        with torch.no_grad():
-            ((place, size),) = _storages([tensor]).items()
-            if place in _storages(_parameters(self.engine)):
-                size = 0
-        return _Kept(self, tensor, place, size)
-
-
-@dataclass
-class _Kept:
-    """A saved tensor, counted until autograd lets it go."""
-
-    saved: Saved
-    tensor: Tensor
-    place: int
-    size: int
-
-    def __post_init__(self) -> None:
-        self.saved.users[self.place] += 1
-        if self.saved.users[self.place] == 1:
-            self.saved.now += self.size
-            self.saved.most = max(self.saved.most, self.saved.now)
-
-    def __del__(self) -> None:
-        self.saved.users[self.place] -= 1
-        if not self.saved.users[self.place]:
-            self.saved.now -= self.size

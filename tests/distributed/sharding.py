@@ -252,27 +252,6 @@ def state_hash(state):
     return digest.hexdigest()
 
 
-@torch.no_grad()
-def count_bytes(modules, optimizer):
-    """Bytes of storages of parameters, gradients and optimizer state on this rank; each storage counts once.
-
-    The optimizer's parameters are the shards, also while modules have gathered parameters in their place.
-    """
-    parameters = [each for module in modules for each in module.parameters()]
-    parameters += [each for group in optimizer.param_groups for each in group["params"]]
-    slots = [value for state in optimizer.state.values() for value in state.values()]
-    kinds = {
-        "parameters": parameters,
-        "gradients": [each.grad for each in parameters if each.grad is not None],
-        "optimizer": [value for value in slots if isinstance(value, torch.Tensor)],
-    }
-    found = {}
-    for kind, tensors in kinds.items():
-        storages = [local(tensor).untyped_storage() for tensor in tensors]
-        found[kind] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    return found
-
-
 class Casts(TorchDispatchMode):
     """Counts casts of tensors of a shape to bfloat16."""
 
