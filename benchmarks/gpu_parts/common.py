@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from planning_tables.table import Asked
-from result import by_turns, device_name, records_of, write_result
+from result import device_name, records_of, write_result
 
 
 def options_of(
@@ -123,8 +123,3 @@ def timed_run(words: list[str], skipped: int) -> Run:
         memory_gib=max(record["memory"] for record in records),
         seconds_of_first_steps=sum(record["dt"] for record in records[:skipped]),
     )
-
-
-def median_seconds(device: str, work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after two calls that are not timed."""
-    return statistics.median(by_turns({"": work}, repeats, device, unmeasured=2)[""])
