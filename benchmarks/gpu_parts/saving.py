@@ -16,27 +16,29 @@ import torch
 from gpu_parts.common import options_of, write_part
 from multipack.training import checkpoint_tensors
 from planning_tables.table import Asked
-from result import by_turns
+
+
+def seconds_of(file: Path, tensors: dict[str, torch.Tensor]) -> float:
+    """Seconds to write a file; it is removed."""
+    began = time.perf_counter()
+    checkpoint_tensors.save_safetensors(file, tensors, {"format": "pt"})
+    seconds = time.perf_counter() - began
+    file.unlink()
+    return seconds
 
 
 def main() -> None:
     options = options_of(__doc__)
     elements, repeats = (2**10, 1) if options.small else (2**24, 5)
     tensors = {str(number): torch.randn(elements, device=options.device) for number in range(64)}
+    hashed, plain = [], []
     with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:  # on a disk, not in memory
         file = Path(folder) / "weights.safetensors"
-
-        def save() -> None:
-            file.unlink(missing_ok=True)
-            checkpoint_tensors.save_safetensors(file, tensors, {"format": "pt"})
-
-        def save_plainly() -> None:
+        seconds_of(file, tensors)
+        for _ in range(repeats):
+            hashed.append(seconds_of(file, tensors))
             with patch.object(checkpoint_tensors, "digest_of", lambda parts: b""):
-                save()
-
-        ways = {"hashed": save, "plain": save_plainly}
-        found = by_turns(ways, repeats, clock=time.perf_counter)
-    hashed, plain = found["hashed"], found["plain"]
+                plain.append(seconds_of(file, tensors))
     share = 1.0 - statistics.median(plain) / statistics.median(hashed)
     figures = {"gib": 64 * elements * 4 / 2**30, "seconds": hashed, "seconds_without_checksum": plain}
     print({**figures, "share": share})
