@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from multipack.imports.imported import Imported, translate_keys
-from result import parser_of, write_result
+from result import DOCS, parser_of, write_between, write_result
 
 EXAMPLES = Path(__file__).parents[1].parent / "shared" / "data" / "axolotl" / "examples.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "axolotl.md"
-BEGIN, END = "<!-- reach: begin -->", "<!-- reach: end -->"
 ASKED = 0.6
 
 
@@ -105,9 +103,7 @@ def main() -> None:
     figures = count([json.loads(line) for line in options.examples.open()])
     print(page(figures))
     write_result(options.out, figures)
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page(figures)}\n{END}{rest.partition(END)[2]}")
+    write_between(DOCS / "axolotl.md", "reach", page(figures))
 
 
 if __name__ == "__main__":

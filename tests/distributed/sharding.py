@@ -19,6 +19,7 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initia
 from multipack.ops.lora import add_adapters, initial_adapter, is_adapter, quantize
 from multipack.ops.quantized import PARTS
 from multipack.parallel.build import Blueprint
+from multipack.parallel.failures import Alone
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -42,7 +43,7 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
-class Places:
+class Places(Alone):
     """A `Watch` that records the places of its rank."""
 
     def __init__(self):
@@ -249,27 +250,6 @@ def state_hash(state):
             digest.update(f"{group}.{name}".encode())
             digest.update(local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@torch.no_grad()
-def count_bytes(modules, optimizer):
-    """Bytes of storages of parameters, gradients and optimizer state on this rank; each storage counts once.
-
-    The optimizer's parameters are the shards, also while modules have gathered parameters in their place.
-    """
-    parameters = [each for module in modules for each in module.parameters()]
-    parameters += [each for group in optimizer.param_groups for each in group["params"]]
-    slots = [value for state in optimizer.state.values() for value in state.values()]
-    kinds = {
-        "parameters": parameters,
-        "gradients": [each.grad for each in parameters if each.grad is not None],
-        "optimizer": [value for value in slots if isinstance(value, torch.Tensor)],
-    }
-    found = {}
-    for kind, tensors in kinds.items():
-        storages = [local(tensor).untyped_storage() for tensor in tensors]
-        found[kind] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    return found
 
 
 class Casts(TorchDispatchMode):

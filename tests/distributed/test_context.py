@@ -256,7 +256,7 @@ def one_leaves(world):
         model(share(pack()))
         return "not noticed"
     except RuntimeError as error:
-        return str(world.report_failure(error))
+        return str(world.watch.report(error))
     finally:
         dist.distributed_c10d._get_default_store().set("rank 0 has given up", "")
 

@@ -1,6 +1,8 @@
 """Bytes that ranks hold, counted at named instants, against the formulas of docs/parallel/zero.md."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sharding as tiny
@@ -10,6 +12,9 @@ from multipack.parallel.build import build_engine, replicate
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from parallel_tables.held import bytes_held
 
 INSTANTS = ("rest", "forward", "backward", "step")
 
@@ -32,7 +37,7 @@ def measured(world, data, dtype=torch.float32, micro_batches=2):
     config = ParallelConfig(data=data)
     adamw = lambda named: tiny.adamw(named.values())  # noqa: E731
     engine = build_engine(blueprint, adamw, build_mesh(config, world), config, dtype)
-    count = partial(tiny.count_bytes, engine.modules, engine.optimizer)
+    count = partial(bytes_held, engine.modules, engine.optimizer)
     found = {}
 
     def after_forward(*_):

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from multipack.parallel import collectives
 from multipack.parallel.build import build_engine, replicate
 from multipack.parallel.engine import ModelEngine
+from multipack.parallel.joining import joined
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.ranks import Ranks
-from multipack.parallel.world import World, joined
+from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
@@ -144,7 +145,7 @@ import sys
 import torch
 from multipack.cli.command_options import fail
 from multipack.parallel.ranks import Ranks
-from multipack.parallel.world import joined
+from multipack.parallel.joining import joined
 
 device = torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device("cpu")
 try:

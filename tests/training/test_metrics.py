@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.parallel.step_result import DeviceClock, StepResult
+from multipack.parallel.engine import DeviceClock, StepResult
 from multipack.planning.packing import Packs
 from multipack.run import unused_folder
 from multipack.training.feed import StepData

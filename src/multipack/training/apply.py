@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import Engine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.step_result import StepResult
 from multipack.training.assemble import Parts
 from multipack.training.callbacks.callback import Callback, NonFiniteLoss
 from multipack.training.feed import EpochFeed, StepData, StreamFeed

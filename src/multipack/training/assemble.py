@@ -27,10 +27,11 @@ from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.models.foreign import open_foreign
 from multipack.parallel.engine import Engine
+from multipack.parallel.joining import connected
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import PLANNING, Console, Detail
 from multipack.run import RunDirectory, find_run, unused_folder

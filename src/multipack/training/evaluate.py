@@ -123,7 +123,7 @@ def evaluate(
         try:
             return _evaluate(request, weights, world, console or Console(rank=1))
         except BaseException as error:
-            failure = world.report_failure(error)
+            failure = world.watch.report(error)
             if failure is error:
                 raise
             raise failure from error

@@ -258,8 +258,8 @@ def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) ->
         return [
             f"merged into the values of the {form.title} weights that it was trained beside, not into the originals"
         ]
-    loading = f"BitsAndBytesConfig({form.loading.format(double=config.double_quantize)})"
-    notes = [f"trained beside {form.title} weights: for equal outputs load the base with {loading}"]
+    equal = form.equal_outputs(config.double_quantize)
+    notes = [f"trained beside {form.title} weights: for equal outputs {equal}"]
     if not all(name.endswith(".weight") for name in trained.adapter.quantized):
         notes.append(
             "BitsAndBytesConfig leaves experts as they are, which training quantized: for equal outputs use --merge"

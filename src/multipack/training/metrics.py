@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from multipack.parallel.step_result import StepResult
+from multipack.parallel.engine import StepResult
 from multipack.reports.console import LINE
 from multipack.training.feed import StepData
 

@@ -270,10 +270,8 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
     if adapter.format is None:
         return ""
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
-    double = adapter.format.quantizes_scales and adapter.double_quantize
-    scales = "with double quantization" if double else "with scales in fp32"
-    count = codes * adapter.format.per_byte
-    return f"; {count:,} frozen ones are in {adapter.format.title} {scales}, {frozen - count:,} are not quantized"
+    count, form = codes * adapter.format.per_byte, adapter.format.text(adapter.double_quantize)
+    return f"; {count:,} frozen ones are in {form}, {frozen - count:,} are not quantized"
 
 
 def _execution(config: Config) -> str:

@@ -104,11 +104,11 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
 def _error_to_raise(trainer: Trainer, error: BaseException) -> BaseException:
     """The error, which names the last checkpoint or the rank that is missing; one of several ranks is printed."""
     if not isinstance(error, RunStopped):
-        return trainer.world.report_failure(error)
+        return trainer.world.watch.report(error)
     run = trainer.run
     last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
     error = type(error)(f"{error}. Last good checkpoint: {last}").with_traceback(error.__traceback__)
-    return trainer.world.report_failure(error, one_line=True)
+    return trainer.world.watch.report(error, one_line=True)
 
 
 @contextmanager

@@ -190,7 +190,7 @@ class Trainer:
         with self.console.progress("training") as advance:
             self.applied.restart_clock()
             while self.step < self.steps and not self.ending:
-                self.world.at_step(self.step + 1)
+                self.world.watch.at_step(self.step + 1)
                 self.callbacks.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:
