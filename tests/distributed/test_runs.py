@@ -86,10 +86,11 @@ def equal(pools, alone, found, tmp_path):
 
     It takes the words of both, and (ranks, more words) of each mesh: on the second and later ones the run is resumed.
     `names`: beginnings of the names of compared values; `tensors`: how far saved ones may differ, None = not compared;
-    `free`: an end of names of tensors that may differ; others: how far values may differ. It returns what was printed.
+    `free`: an end of names of tensors that may differ; others: how far values and `norms` may differ. It returns what
+    was printed.
     """
 
-    def compare(words, meshes, names=RECORDED, tensors=None, free=None, **near):
+    def compare(words, meshes, names=RECORDED, norms=2e-3, tensors=None, free=None, **near):
         expected, printed, count = alone(words), "", 0
         for count, (ranks, more) in enumerate(meshes, 1):
             begun = ["train.resume=true"] if count > 1 else words
@@ -101,7 +102,9 @@ def equal(pools, alone, found, tmp_path):
             assert not any(others)  # only rank 0 prints
             printed += shown
         is_moved = count > 1
-        compare_records(by_step(found), by_step(expected), names, is_moved, {"rel": 1e-5, "abs": 1e-5} | near)
+        compare_records(
+            by_step(found), by_step(expected), names, is_moved, norms, {"rel": 1e-5, "abs": 1e-5} | near
+        )
         if tensors is not None:
             compare_tensors(saved(found), saved(expected), tensors, free)
         if not is_moved:
@@ -111,14 +114,14 @@ def equal(pools, alone, found, tmp_path):
     return compare
 
 
-def compare_records(found, expected, names, is_moved, near):
+def compare_records(found, expected, names, is_moved, norms, near):
     """Where a run moves, it ends more often, and so evaluates at steps more than the other."""
     assert found.keys() == expected.keys() != set()
     for step, values in expected.items():
         wanted, seen = ({name for name in each if name.startswith(names)} for each in (values, found[step]))
         assert seen >= wanted if is_moved else seen == wanted
         for name in wanted:
-            limits = near | ({"rel": 2e-3} if "norm" in name else {})
+            limits = near | ({"rel": norms} if "norm" in name else {})
             assert found[step][name] == pytest.approx(values[name], **limits), (step, name)
 
 
@@ -351,6 +354,22 @@ def test_a_run_continues_on_other_meshes(equal, words, found, meshes):
     }
     assert sorted(spreads) == [2]  # of the step before, where data-parallel ranks have taken one
     assert all(0 <= spread < 1 for spread in spreads.values())
+
+
+@pytest.mark.slow
+def test_ranks_come_and_go_within_an_epoch(equal, found, tmp_path):
+    """An epoch of 49 steps at the default learning rate; `train.steps=0` is its end."""
+    draw, path = np.random.default_rng(3), tmp_path / "documents.jsonl"
+    vocabulary = ["pack", "token", "rank", "plan", "loss", "step", "batch", "mask", "cost", "seed"]
+    sizes = np.clip(draw.lognormal(2.2, 0.8, 900), 1, 40).astype(int)
+    rows = [{"text": " ".join(draw.choice(vocabulary, size))} for size in sizes]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"data=jsonl data.path={path} tokenizer=byte model=tiny train.dtype=fp32 train.steps=0"
+    words += " plan.capacity=256 plan.packs_per_step=4 optimizer.warmup_steps=20 optimizer.decay_steps=49"
+    words += " train.eval_every=0 train.sample_tokens=0 train.compare_padding=false log.every=0"
+    meshes = [(ranks, f"train.steps={step}") for ranks, step in ((4, 12), (2, 24), (3, 36), (1, 0))]
+    equal(split(words), meshes, names=("loss", "grad_norm", "target_tokens"), norms=1e-5, abs=0)
+    assert len(by_step(found)) >= 40
 
 
 @pytest.mark.slow
