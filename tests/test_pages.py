@@ -1,10 +1,10 @@
 """What README and docs/ show is so: commands, their outputs, Python, names of files and links.
 
 Every command runs: those of seconds always, those that train or start processes as slow tests. A block of ```console
-has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks run in their order, in
-a folder with the files that pages take for granted, and with the settings of a small run. The ranks of `multipack launch`
-are processes of a server that has loaded torch. Python runs after `<!-- tested -->` as it stands, elsewhere with the
-names of `names_of`.
+has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks run in their order,
+in a folder with the files that pages take for granted, and with the settings of a small run. The ranks of
+`multipack launch` are processes of a server that has loaded torch. Python runs after `<!-- tested -->` as it stands,
+elsewhere with the names of `names_of`.
 """
 
 import contextlib

@@ -4,11 +4,13 @@ import hashlib
 import io
 import logging
 import os
+import re
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
@@ -176,6 +178,23 @@ def engine_of(world, config, shape, optimizer=adamw, dtype=torch.float32, micro_
 def mesh_of(**sizes):
     """Torch's mesh of all ranks, with these axes; a pool's process makes it once (pool.py)."""
     return device_mesh.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def refusals(*calls):
+    """The messages of calls that are refused."""
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def check_refusals(found, patterns):
+    """Whether all ranks have the same messages, with these patterns."""
+    assert all(each == found[0] for each in found)
+    for pattern, message in zip(patterns, found[0], strict=True):
+        assert re.search(pattern, message), message
 
 
 def together(world, model, call, updates, steps, synchronizing, micro_batches=1):
