@@ -151,27 +151,25 @@ def steady(words):
 
 
 SUM = "You add numbers. Answer with the sum alone."
+# Number of records, and the record of a number.
 ROWS = {
-    "pairs": (
-        60,
-        lambda n: {"prompt": f"Q{n}:", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (1 + n % 3)},
-    ),
+    "pairs": (60, lambda n: {**question(n), "chosen": "yes " * (1 + n % 5), "rejected": "no " * (1 + n % 3)}),
     "labels": (
         60,
-        lambda n: {
-            "prompt": f"Q{n}:",
-            "completion": "yes " * (1 + n % 5),
-            "label": n % 3 > 0,
-            "w": n % 4 / 2,
-        },
+        lambda n: {**question(n), "completion": "yes " * (1 + n % 5), "label": n % 3 > 0, "w": n % 4 / 2},
     ),
     # All are in every step, in any packs.
     "sums": (12, lambda n: {"prompt": f"{SUM} {n}+1=", "completion": f"{n}"}),
     "pairs of sums": (12, lambda n: {"prompt": f"{SUM} {n}+1=", "chosen": f"{n}", "rejected": f"{n + 1}"}),
-    "long": (12, lambda n: {"prompt": f"long {n}:", "completion": "ab c" * (40 + n % 5)}),
-    "short": (9, lambda n: {"prompt": f"short {n}:", "completion": "ab c" * (5 + n % 5)}),
+    "long": (12, lambda n: {**question(n), "completion": "ab c" * (40 + n % 5)}),
+    "short": (9, lambda n: {**question(n), "completion": "ab c" * (5 + n % 5)}),
 }
-"""Number of records, and the record of a number."""
+
+
+def question(number):
+    return {"prompt": f"Q{number}:"}
+
+
 WORDS = {
     "pairs": "data.validation=0.2 log.verbose=true",
     "labels": "data.validation=0.2 data.weight_field=w",
