@@ -46,6 +46,31 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
+def with_switches(shape):
+    """A shape with the switches of all families, as far as they go together."""
+    return replace(
+        shape,
+        norm="rmsnorm+1",
+        norms="around",
+        head_norm="head",
+        activation="geglu",
+        qkv_bias=True,
+        window=9,
+        full_every=2,
+        window_theta=100.0,
+        unrotated_every=2,
+        rope_width=2,
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        attention_scale=0.6,
+        attention_growth=0.5,
+        rope_context=8,
+        attention_cap=2.0,
+        logit_cap=3.0,
+        logit_divisor=2.0,
+    )
+
+
 class Places:
     """A `Watch` that records the places of its rank."""
 

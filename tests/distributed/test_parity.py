@@ -28,28 +28,7 @@ SHAPES = {
 }
 # Ranks divide rows of 128 numbers without a cut in blocks of 64.
 SHAPES["wide"] = replace(SHAPES["llama"], d_model=64, head_dim=16, d_ff=128)
-# Switches of all families, as far as they go together.
-SHAPES["families"] = replace(
-    SHAPES["llama"],
-    norm="rmsnorm+1",
-    norms="around",
-    head_norm="head",
-    activation="geglu",
-    qkv_bias=True,
-    window=9,
-    full_every=2,
-    window_theta=100.0,
-    unrotated_every=2,
-    rope_width=2,
-    embedding_scale=3.0,
-    residual_scale=0.5,
-    attention_scale=0.6,
-    attention_growth=0.5,
-    rope_context=8,
-    attention_cap=2.0,
-    logit_cap=3.0,
-    logit_divisor=2.0,
-)
+SHAPES["families"] = tiny.with_switches(SHAPES["llama"])
 # All matrices have one shape: for each, torch's first step with Muon on tensor ranks compares placements for seconds.
 SHAPES["square"] = replace(SHAPES["llama"], kv_heads=8, d_ff=32)
 ADAPTERS = {

@@ -30,22 +30,9 @@ SHAPES = {
     "gpt-no-bias-untied": replace(GPT, bias=False, tied=False),
     "llama": LLAMA,
     "llama-tied-bias": replace(LLAMA, tied=True, bias=True, head_dim=6),
-    "qwen2": replace(LLAMA, qkv_bias=True),
-    "qwen3-one-key-head": replace(LLAMA, qkv_bias=True, kv_heads=1, head_norm="head"),
-    "gemma3": replace(
-        LLAMA,
-        norm="rmsnorm+1",
-        norms="around",
-        head_norm="head",
-        activation="geglu",
-        kv_heads=2,
-        window=5,
-        full_every=2,
-        window_theta=20.0,
-        embedding_scale=32**0.5,
-    ),
+    "families": tiny.with_switches(LLAMA),
+    "one-key-head": replace(LLAMA, qkv_bias=True, kv_heads=1, head_norm="head"),
     "olmo2": replace(LLAMA, norms="after", head_norm="all"),
-    "granite": replace(LLAMA, residual_scale=0.2, attention_scale=0.1, logit_divisor=8.0, unrotated_every=2),
 }
 SLOTS = 64
 
@@ -114,10 +101,10 @@ def once(world, name, autocast):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(("gpt", 2), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2), ("gemma3", 4)),
+        *(("gpt", 2), ("llama", 4), ("llama-tied-bias", 2), ("families", 4)),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("gpt-no-bias-untied", 4), ("qwen3-one-key-head", 4), ("olmo2", 4), ("granite", 2))
+            for each in (("gpt-no-bias-untied", 4), ("one-key-head", 4), ("olmo2", 4), ("families", 2))
         ),
     ],
 )
