@@ -78,7 +78,9 @@ def foreign_model(kind):
         settings = transformers.CONFIG_MAPPING[kind](**{**SIZES, **MORE.get(kind, {})}).to_dict()
         file = folder / "config.json"
         file.write_text(json.dumps(settings))
-        yield Surface(kind, file, {of_json: 16, of_bytes: 8}, lambda: foreign_logits(folder))
+        yield Surface(
+            f"config.json of hf:{kind}", file, {of_json: 16, of_bytes: 8}, lambda: foreign_logits(folder)
+        )
 
     return make
 
@@ -255,7 +257,7 @@ def of_steps(content, draw):
     return json.dumps(fields).encode()
 
 
-def tokenizer_file(change):
+def tokenizer_file(name, change=None):
     def make(folder):
         fields = json.loads(train_bpe(iter([TEXT * 20]), 290).to_json())
         if change is not None:
@@ -275,7 +277,7 @@ def tokenizer_file(change):
             check_equal(loaded.encode(TEXT), theirs.encode(TEXT, add_special_tokens=False).ids, "tokens")
             return loaded.encode(TEXT)
 
-        yield Surface("tokenizer.json", file, {of_json: 18, of_steps: 9, of_bytes: 9}, read)
+        yield Surface(f"tokenizer.json, {name}", file, {of_json: 18, of_steps: 9, of_bytes: 9}, read)
 
     return make
 
@@ -377,10 +379,10 @@ def records(form):
         lines.write_text("\n".join([text] * 3))
         listed.write_text(f"[{text}, {text}, {text}]")
         packed.write_bytes(gzip.compress(lines.read_bytes()))
-        yield Surface(f"{form} without broken", lines, {of_record: 40}, lambda: read_without_broken(lines))
+        yield Surface(f"records, {form}", lines, {of_record: 40}, lambda: read_without_broken(lines))
         yield Surface(f"{form} lines", lines, {of_record: 250, of_bytes: 100}, lambda: read_records(lines))
         yield Surface(f"{form} list", listed, {of_json: 80, of_bytes: 40}, lambda: read_records(listed))
-        yield Surface(f"{form} packed", packed, {of_packed: 40}, lambda: read_without_broken(packed))
+        yield Surface(f"records, gz, {form}", packed, {of_packed: 40}, lambda: read_without_broken(packed))
         yield Surface(f"{form} gz", packed, {of_bytes: 70}, lambda: read_records(packed))
 
     return make
@@ -611,10 +613,10 @@ SURFACES = {
     "GGUF": gguf_file,
     "adapter_config.json": adapter("adapter_config.json"),
     "adapter_model.safetensors": adapter("adapter_model.safetensors"),
-    "tokenizer.json, bytes": tokenizer_file(None),
-    "tokenizer.json, Llama": tokenizer_file(_llama),
-    "tokenizer.json, Unigram": tokenizer_file(_unigram),
-    "tokenizer.json, Split": tokenizer_file(_split),
+    "tokenizer.json, bytes": tokenizer_file("bytes"),
+    "tokenizer.json, Llama": tokenizer_file("Llama", _llama),
+    "tokenizer.json, Unigram": tokenizer_file("Unigram", _unigram),
+    "tokenizer.json, Split": tokenizer_file("Split", _split),
     "tokenizer_config.json": transformers_tokenizer,
     **{f"records, {form}": records(form) for form in RECORDS},
     "Parquet": parquet,
