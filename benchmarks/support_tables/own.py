@@ -129,7 +129,7 @@ def own_trainer() -> Table:
         "Rows: settings of `multipack train`, in addition to the column's (a model of 4 layers and 4 heads, 8 packs of"
         " 1,024 tokens per step). ✓: a test of `tests/distributed` runs the setting under the method, and compares"
         " losses and weights with one process. ○: the settings pass every check, and the model is built on the first"
-        " rank; `test_combinations.py` draws some of these at random."
+        " rank; `test_runs.py` draws some of these at random."
     )
     columns = [f"{name} ({count})" if count > 1 else name for name, (count, _) in METHODS.items()]
     rows = {row: ask_own_trainer(row) for row in SETTINGS}
