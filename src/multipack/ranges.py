@@ -9,7 +9,7 @@ import math
 import typing
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def ranges_of(schema: type) -> dict[str, Range]:
     return {name: ranges[0] for name, ranges in found.items() if ranges}
 
 
-def check_ranges(group: Any, prefix: str = "") -> None:
+def check_ranges(group: object, prefix: str = "") -> None:
     """Check the fields of a dataclass, whose settings are called `prefix` and the field's name.
 
     Raises:
