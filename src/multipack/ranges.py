@@ -9,7 +9,7 @@ import math
 import typing
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def ranges_of(schema: type) -> dict[str, Range]:
     return {name: ranges[0] for name, ranges in found.items() if ranges}
 
 
-def check_ranges(group: object, prefix: str = "") -> None:
+def check_ranges(group: Any, prefix: str = "") -> None:
     """Check the fields of a dataclass, whose settings are called `prefix` and the field's name.
 
     Raises:
         ValueError: a number is outside its range.
     """
-    for name, legal in ranges_of(type(group)).items():
+    for name, legal in ranges_of(typing.cast(Any, type(group))).items():
         if (value := getattr(group, name)) not in legal:
             raise ValueError(f"{prefix}{name}={value} must be {legal}")
