@@ -26,13 +26,15 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound))
+        known = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(known) or "finite"
 
 
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 Amount = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
+Finite = Annotated[float, Range()]
 
 
 @cache
@@ -52,6 +54,6 @@ def check_ranges(group: Any, prefix: str = "") -> None:
     Raises:
         ValueError: a number is outside its range.
     """
-    for name, legal in ranges_of(type(group)).items():
+    for name, legal in ranges_of(typing.cast(Any, type(group))).items():
         if (value := getattr(group, name)) not in legal:
             raise ValueError(f"{prefix}{name}={value} must be {legal}")

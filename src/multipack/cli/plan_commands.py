@@ -36,18 +36,9 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
 PLANNED = (
-    "plan.",
-    "data.",
-    "tokenizer.",
-    "model.",
-    "adapter.",
-    "world_size",
-    "context",
-    "sync",
-    "seed",
-    "epoch",
+    *("plan.", "data.", "tokenizer.", "model.", "adapter."),
+    *("world_size", "context", "sync", "seed", "epoch", "sample", "padded_batch_size"),
 )
-PLANNED += ("sample", "padded_batch_size")
 """Settings that a plan and its report depend on."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""

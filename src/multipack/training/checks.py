@@ -8,7 +8,7 @@ is known before the ranks of the run meet, and `check_kind` what the kind of doc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,15 @@ class Refusal(NamedTuple):
     message: str
 
 
+def _each(names: Sequence[str], applies: Callable[[Any, str], Any], message: str) -> list[Refusal]:
+    """The same rule on several settings, each of which is NAME in the message."""
+
+    def of(name: str) -> Refusal:
+        return Refusal(lambda run: applies(run, name), message.replace("NAME", name))
+
+    return [of(name) for name in names]
+
+
 def _of_foreign(name: str, instead: Any) -> Refusal:
     """A setting of which the code of transformers computes one value only."""
     group, _, leaf = name.partition(".")
@@ -47,13 +56,10 @@ def _of_foreign(name: str, instead: Any) -> Refusal:
 
 
 RULES = (
-    *(
-        Refusal(
-            lambda run, name=name: run.foreign and getattr(run.parallel, name) > 1,
-            f"parallel.{name}={{parallel.{name}}} is not supported {{foreign}}: use parallel.data=zero3, which divides"
-            " its weights",
-        )
-        for name in ("tensor", "context", "pipeline")
+    *_each(
+        ("tensor", "context", "pipeline"),
+        lambda run, name: run.foreign and getattr(run.parallel, name) > 1,
+        "parallel.NAME={parallel.NAME} is not supported {foreign}: use parallel.data=zero3, which divides its weights",
     ),
     _of_foreign("train.tiles", 1),
     _of_foreign("train.compile", "false"),
@@ -158,13 +164,11 @@ OF_KINDS = (
         "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are not:"
         " omit it",
     ),
-    *(
-        Refusal(
-            lambda run, name=name: run.kind != "documents" and getattr(run.parallel, name) > 1,
-            f"parallel.{name}={{parallel.{name}}} splits documents or layers, and the loss of preference pairs needs"
-            " both answers on one rank: use parallel.data=zero3 or parallel.tensor",
-        )
-        for name in ("pipeline", "context")
+    *_each(
+        ("pipeline", "context"),
+        lambda run, name: run.kind != "documents" and getattr(run.parallel, name) > 1,
+        "parallel.NAME={parallel.NAME} splits documents or layers, and the loss of preference pairs needs both answers"
+        " on one rank: use parallel.data=zero3 or parallel.tensor",
     ),
     Refusal(
         lambda run: run.kind != "documents" and run.train.compare_padding == "true",
@@ -175,13 +179,11 @@ OF_KINDS = (
         "parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={preference.loss} has a head"
         " of one: use parallel.data=zero3",
     ),
-    *(
-        Refusal(
-            lambda run, name=name: run.kind != "documents" and getattr(run.train, name),
-            f"train.{name}={{train.{name}}} is about the loss of tokens, and these documents are preference pairs: omit"
-            " it (preference.label_smoothing smooths preferences)",
-        )
-        for name in ("label_smoothing", "z_loss")
+    *_each(
+        ("label_smoothing", "z_loss"),
+        lambda run, name: run.kind != "documents" and getattr(run.train, name),
+        "train.NAME={train.NAME} is about the loss of tokens, and these documents are preference pairs: omit it"
+        " (preference.label_smoothing smooths preferences)",
     ),
 )
 """Rules on the kind of documents, which is known when they are read."""

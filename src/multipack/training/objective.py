@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
-from multipack.training.checks import Kind, check_kind
+from multipack.training.checks import check_kind
 from multipack.training.run_config import Config
 from multipack.training.weights import adapt_weights, find_weights
 
@@ -146,7 +146,7 @@ class Preferences(Objective):
     def prepare(self) -> None:
         """See `Objective`."""
         preference = self.config.preference
-        kind: Kind = "labels" if self.corpus.train.store.has_labels else "pairs"
+        kind: Literal["labels", "pairs"] = "labels" if self.corpus.train.store.has_labels else "pairs"
         self.loss = find_loss(preference.loss, kind)
         check_options(self.loss, preference.changed(), preference.reference)
         check_kind(self.config, kind, self.loss.reads_values)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
 from multipack.planning.options import LossWeighting
-from multipack.ranges import Amount, Count, Positive, Range, Share, check_ranges
+from multipack.ranges import Amount, Count, Finite, Positive, Range, Share, check_ranges
 from multipack.training.rules import read_rule
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -138,9 +138,9 @@ class OptimizerConfig:
 
     name: OptimizerName = DEFAULT_OPTIMIZER
     """AdamW, its moments in 32, 16, 8 or 4 bits (ao: by torchao), or Muon for matrices of blocks."""
-    lr: float = -1.0
+    lr: Finite = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
-    min_lr: float = -1.0
+    min_lr: Finite = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
