@@ -36,6 +36,7 @@ from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.joining import choose_device
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding, timed_step
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
@@ -95,7 +96,8 @@ def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparis
     clock = time.process_time if options.cpu_time else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*words, "train.eval_every=0", f"out={folder}/run"])
-        trainer = Trainer(config, World(device=choose_device(config.train.device, 0)), Console())
+        world = World(device=choose_device(config.train.device, 0))
+        trainer = Trainer(assemble(config, world, Console(), time.perf_counter), Console())
         if options.pairs:
             losses = {"same loss": None, "every slot": every_probability}
             found = {

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from multipack.imports.imported import Imported, import_axolotl
+from multipack.imports.imported import Imported, translate_keys
 from result import DOCS, parser_of, write_between, write_result
 
 EXAMPLES = Path(__file__).parents[1].parent / "shared" / "data" / "axolotl" / "examples.jsonl"
@@ -24,7 +24,7 @@ ASKED = 0.6
 def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures over configurations with `path` and `config`."""
     found = {
-        each["path"]: import_axolotl(each["config"])
+        each["path"]: translate_keys(each["config"])
         for each in examples
         if each["config"].get("sample_packing")
     }
@@ -39,7 +39,7 @@ def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
         "more_bits_of_products": sum(map(_has_other_products, resolved.values())),
         "share": round(len(resolved) / max(len(found), 1), 4),
         "unpacked": sum(
-            not import_axolotl(each["config"]).lacking
+            not translate_keys(each["config"]).lacking
             for each in examples
             if not each["config"].get("sample_packing")
         ),

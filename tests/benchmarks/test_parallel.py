@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
-from multipack.planning.report import predicted_seconds
+from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
@@ -69,27 +68,17 @@ def test_an_error_of_a_rank_is_raised(monkeypatch):
 # Many ranks
 
 
-def measured_cost():
-    """Seconds with every term, as a fit finds them."""
-    draw, timings = np.random.default_rng(0), []
-    for _ in range(20):
-        lengths = draw.integers(1, 400, draw.integers(1, 20))
-        seconds = 2e-3 + 3e-6 * lengths.sum() + 2e-9 * (lengths * (lengths + 1)).sum() + 5e-6 * len(lengths)
-        timings.append((lengths, float(seconds)))
-    return CostModel.fit(timings)
-
-
 @pytest.mark.parametrize("sync", ["step", "micro"])
 def test_the_plan_lies_between_its_bound_and_other_dealings(sync):
-    cost = measured_cost()
+    simulated = module("simulated")
     lengths = np.random.default_rng(1).lognormal(4, 1, 2_000).clip(1, 1024).astype(np.int64)
-    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=cost)
-    found = module("simulated").arranged(epoch, 1, 8, sync, cost)
+    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=simulated.COST)
+    found = simulated.arranged(epoch, 1, 8, sync)
     assert 1.0 <= found.least <= found.own * (1 + 1e-9)
     assert found.own < found.dealt < 4
-    seconds = [cost.seconds(lengths[pack]) for pack in epoch.deal(1, 8, sync)]
-    taken = predicted_seconds(cost, lengths, epoch.deal(1, 8, sync), 8, sync)
-    assert found.own == pytest.approx(taken * 8 / sum(seconds))
+    seconds = simulated.seconds_of(epoch.deal(1, 8, sync), lengths).reshape(-1, 8)  # micro-batch, rank
+    taken = seconds.sum(axis=0).max() if sync == "step" else seconds.max(axis=1).sum()
+    assert found.own == pytest.approx(taken * 8 / seconds.sum())
 
 
 def test_random_dealing_has_every_document_and_whole_micro_batches():
@@ -146,7 +135,7 @@ def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
         options, words = command.split(" -- train ")
         config = compose_run(words.split())
         assert config.plan.capacity == 1024 or "config=laptop.yaml" not in words
-        config.check(int(options.split()[1]))
+        check(config, int(options.split()[1]))
 
 
 def test_the_page_names_tests_and_files_that_are_there():

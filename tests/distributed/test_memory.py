@@ -8,7 +8,7 @@ import pytest
 import sharding as tiny
 import torch
 
-from multipack.parallel.build import build_engine, replicate
+from multipack.parallel.build import replicate
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -33,10 +33,7 @@ def expected_bytes(data, parameters, outside, ranks, instant, gathered=4):
 
 def measured(world, data, dtype=torch.float32, micro_batches=2):
     """Bytes at every instant of the second step; before the first there is no optimizer state."""
-    blueprint = tiny.blueprint(tiny.LLAMA)
-    config = ParallelConfig(data=data)
-    adamw = lambda named: tiny.adamw(named.values())  # noqa: E731
-    engine = build_engine(blueprint, adamw, build_mesh(config, world), config, dtype)
+    engine = tiny.engine_of(world, ParallelConfig(data=data), tiny.LLAMA, dtype=dtype)
     count = partial(bytes_held, engine.modules, engine.optimizer)
     found = {}
 

@@ -9,8 +9,6 @@ import sharding as tiny
 import torch
 
 from multipack.launch.memory_model import Workload, memory_of_stages
-from multipack.parallel.build import build_engine
-from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
 from multipack.shapes.adapter import AdapterConfig
@@ -71,21 +69,16 @@ ADAPTERS = {
 
 def measured(world, words, name, dtype, micro_batches, adapter=""):
     """This rank's place in the pipeline, and its bytes in the second step: in the first, state is made."""
-    config = ParallelConfig(**words)
-    mesh, shape = build_mesh(config, world), shape_of(name, words)
-    blueprint = tiny.blueprint(
+    shape = shape_of(name, words)
+    engine = tiny.engine_of(
+        world,
+        ParallelConfig(**words),
         shape,
-        head_layers(shape),
-        adapter=ADAPTERS[adapter],
-        dtype=DTYPES[dtype] if adapter else torch.float32,
-    )
-    engine = build_engine(
-        blueprint,
-        lambda named: tiny.adamw([each for each in named.values() if each.requires_grad]),
-        mesh,
-        config,
-        DTYPES[dtype],
+        dtype=DTYPES[dtype],
         micro_batches=micro_batches,
+        head_layers=head_layers(shape),
+        adapter=ADAPTERS[adapter],
+        adapter_dtype=DTYPES[dtype] if adapter else torch.float32,
     )
     packs = [tiny.packed((100, 50, 42, 30, 34), number, VOCABULARY, SLOTS) for number in range(micro_batches)]
     engine.forward_backward(packs, 1.0)
@@ -95,7 +88,7 @@ def measured(world, words, name, dtype, micro_batches, adapter=""):
         engine.forward_backward(packs, 1.0)
     held.look_at_gradients()
     found = bytes_held(engine.modules, engine.optimizer) | {"gradients": held.gradients}
-    return mesh.coordinate("pp"), found | {"saved": held.most, "gathered": held.gathered}
+    return engine.mesh.coordinate("pp"), found | {"saved": held.most, "gathered": held.gathered}
 
 
 STRATEGIES = [

@@ -31,7 +31,6 @@ DATA = StepData(
     lengths=np.full(10, 16),
     cost_spread=0.01,
     computed=(np.full(10, 16), None),
-    predicted_seconds=None,
     packs=Packs(np.arange(12), np.array([0, 12])),
     wait_seconds=0.125,
     index=0,

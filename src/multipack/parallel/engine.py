@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,73 @@ class LossScaler:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load what `state()` returned."""
         self.scale, self.steps = float(state["scale"]), int(state["_growth_tracker"])
+
+
+class Engine(Protocol):
+    """What training asks of a model on several ranks; `ModelEngine`, whose methods say more, is the first.
+
+    Another engine may clip inside `step`, and hold its state in other tensors, if `state` has the names of parameters
+    and pieces that any mesh can read. Attributes are those of `ModelEngine`.
+    """
+
+    mesh: Mesh
+    dtype: torch.dtype
+    clock: DeviceClock
+    parameters: dict[str, nn.Parameter]
+    shapes: dict[str, tuple[int, ...]]
+    saved: frozenset[str] | None
+    is_whole: bool
+    overflowed: bool
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's only module."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of losses and gradients in fp16, until the last backward pass; 1 in other precisions."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[Any], denominator: float, watch: Callable[[int], None] | None = None
+    ) -> StepResult:
+        """Compute the gradient of a step's summed loss over `denominator`."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, by name."""
+
+    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Squared norm of each of the model's tensors; collective."""
+
+    def clip(self, max_norm: float) -> float:
+        """`clip_on_device`, read on the host; says whether fp16 overflowed."""
+
+    def clip_on_device(self, max_norm: float) -> Tensor:
+        """The global norm of the gradient, which is clipped to `max_norm` (0 = not); collective."""
+
+    def step(self, learning_rate: float) -> None:
+        """Apply the optimizer, and clear the gradient."""
+
+    def discard(self) -> None:
+        """Clear the gradient."""
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Summed losses of packs, without gradients."""
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """Context of this rank's first module, in evaluation mode."""
+
+    def state(self) -> State:
+        """This rank's tensors, for a checkpoint."""
+
+    def load_state(self, source: StateSource) -> None:
+        """Load a state that was saved from any mesh; collective."""
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of parameters with values that are not finite, of all ranks; collective."""
 
 
 class ModelEngine:
