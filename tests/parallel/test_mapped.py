@@ -57,6 +57,7 @@ def test_steps_are_those_of_the_optimizer_in_memory(tmp_path, name):
     assert not list(tmp_path.iterdir())  # removed as soon as they are mapped
 
 
+@pytest.mark.slow
 def test_state_takes_no_memory_between_steps(tmp_path):
     """Moments of 3 tensors of 36 MiB, more than malloc keeps when freed; with files those of one tensor at most."""
     grown = []

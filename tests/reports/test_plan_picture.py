@@ -85,7 +85,9 @@ def test_of_thousands_of_packs_some_are_drawn(lengths):
     assert np.array(view["heat"]["cost"]).shape[1:] == (64, 64)
 
 
-@pytest.mark.parametrize("kind", ["html", "png", pytest.param("svg", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["html", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("png", "svg"))]
+)
 def test_the_command_writes_the_picture(lengths, tmp_path, kind):
     if kind != "html":
         pytest.importorskip("matplotlib", reason='no matplotlib: pip install "multipack[pictures]"')
