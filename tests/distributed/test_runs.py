@@ -411,7 +411,7 @@ def test_adamw_of_torchao_continues_on_one_process(equal, tmp_path, data):
 
 # Settings drawn at random
 
-NORMAL = "model.layers=4 model.heads=4 model.vocabulary_size=264 train.eval_every=2 optimizer.decay_steps=8 log.every=1"
+NORMAL = "model.layers=4 model.heads=4 model.vocabulary_size=264 train.eval_every=5 optimizer.decay_steps=8 log.every=1"
 MODELS = [
     "model.positions=learned model.norm=layernorm model.activation=gelu model.bias=true model.context=256",
     "model.kv_heads=1",
@@ -477,6 +477,7 @@ def test_runs_of_random_settings_are_those_of_one_process(equal, words, found, t
     run = joined(words, [*more, "train.steps=8", f"train.seed={draw.randrange(100)}"])
 
     def meshes():
+        """It moves where it evaluates: a mean loss is of the steps since the last evaluation."""
         ranks, more = legal(draw, run)
         yield ranks, f"{more} train.steps=5"
         ranks, more = legal(draw, [f"out={found}", "train.resume=true", "train.steps=8"])
