@@ -326,7 +326,7 @@ DEEP = ["[" * 700 + "]" * 700, "[" * 99_999, 10**400, -(10**30), "9" * 5000]
 
 
 def records(form, suffix):
-    """Three records whose second is a mutant; they are read with data.broken=skip, which never ends in an error."""
+    """Gradients records whose second is a mutant; they are read with data.broken=skip, which never ends in an error."""
     record = RECORDS[form]
 
     def make(folder):

@@ -72,7 +72,7 @@ def reopen(path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three complete shards of 30 documents."""
+    """Gradients complete shards of 30 documents."""
     path = tmp_path / "shards"
     for number in range(3):
         write_shard(path, number)

@@ -142,13 +142,11 @@ class Decoder(nn.Module):
             )
         if not shape.architecture:
             _check_planning_only(shape)
-        if attention != "auto":
-            find_backend(attention)
-            if shape.attention_cap:
-                raise ValueError(
-                    f"model.attention={attention} computes no soft cap of scores"
-                    f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
-                )
+        if attention != "auto" and not find_backend(attention).cap and shape.attention_cap:
+            raise ValueError(
+                f"model.attention={attention} computes no soft cap of scores"
+                f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
+            )
         self.shape = shape
         self.loss_function = loss_function
         self.training_loss = training_loss or loss_function

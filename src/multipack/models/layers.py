@@ -9,7 +9,6 @@ Tensors have no batch dimension: their first dimension is the T tokens of a pack
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.packs.batch import PackedBatch
 from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import capped_attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
 from multipack.shapes import ModelShape
@@ -123,9 +121,8 @@ class Attention(nn.Module):
         # Backends multiply by 1 / √D.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
         self.growth, self.trained_context = shape.attention_growth, shape.rope_context
-        self.attend: Attend = (
-            partial(capped_attention, shape.attention_cap) if shape.attention_cap else attention
-        )
+        self.cap = shape.attention_cap or None
+        self.attend: Attend = attention
         self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_both
 
     def forward(
@@ -148,7 +145,7 @@ class Attention(nn.Module):
             query = query * factor.to(query.dtype)[:, None, None]
         if rotation is not None:
             query, key = self.rotate(query, key, rotation)
-        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)
+        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window, self.cap)
         out: Tensor = self.output(values.flatten(1))
         return out
 
