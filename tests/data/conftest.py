@@ -86,7 +86,7 @@ def write_pairs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(write_store):
-    """Gradients documents: 12 tokens after a prompt of 3, 4 tokens, 8 tokens with two ranges of targets."""
+    """Three documents: 12 tokens after a prompt of 3, 4 tokens, 8 tokens with two ranges of targets."""
     return Documents.whole(
         write_store([[(3, False), (9, True)], [(4, True)], [(1, False), (2, True), (1, False), (4, True)]])
     )

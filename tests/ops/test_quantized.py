@@ -64,7 +64,6 @@ def test_values_equal_the_definition(weight, double):
     held = [each for each in (found.codes, found.scales, found.steps) if each is not None]
     assert all(each.dtype == torch.uint8 for each in held)
     held_bytes = sum(each.numel() for each in held)
-    assert held_bytes == Nf4.facts.rank_bytes(96, 320, 1, double)
     bits = 8 * held_bytes / weight.numel()
     assert bits == pytest.approx(4.125 if double else 4.5, abs=0.005)
 
@@ -103,7 +102,7 @@ def test_values_of_int8_equal_the_definition(weight):
     np.testing.assert_array_equal(found.codes.view(torch.int8).numpy(), codes)
     assert found.codes.dtype == found.steps.dtype == torch.uint8
     held = found.codes.numel() + found.steps.numel()
-    assert held == Int8.facts.rank_bytes(24, 36, 1, False) == 24 * 36 + 4 * 24
+    assert held == 24 * 36 + 4 * 24
     np.testing.assert_allclose(found.to(torch.float64).numpy(), codes * absmax / 127, atol=1e-6)
     assert torch.equal(found[slice(4, 9)].to(torch.float32), found.to(torch.float32)[4:9])
 

@@ -130,6 +130,15 @@ def test_without_a_cache_folder(monkeypatch):
     assert kernel(4) == 8
 
 
+def test_an_unknown_home_is_no_folder(monkeypatch):
+    """Where a user has no home, "~" stays as it is, and numba would write its cache to ./~."""
+    asked = []
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr(numba, "njit", lambda *, cache: asked.append(cache) or (lambda function: function))
+    compiled(abs)
+    assert asked == [False]
+
+
 def test_nothing_compiles_at_import():
     names = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
     code = (

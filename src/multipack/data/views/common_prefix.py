@@ -23,7 +23,7 @@ Tokens = NDArray[np.unsignedinteger]
 GRAIN = 4
 """Beginnings are shared in multiples of this number of tokens, because every node of a tree costs time."""
 LARGEST_TOKEN = (1 << 21) - 2
-"""Gradients tokens are compared as one integer of 63 bits."""
+"""Three tokens are compared as one integer of 63 bits."""
 
 
 def shared(common: Integers, min_prefix: int) -> Integers:

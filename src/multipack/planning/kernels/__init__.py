@@ -7,6 +7,7 @@ Kernels avoid numpy functions inside, each of which costs up to a second of comp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,8 @@ def compiled(function: Kernel) -> Kernel:
     numba looks for a cache folder while it decorates (beside the source, or the user's) and raises RuntimeError if none
     can be written to: a read-only image, a missing home. Then every process compiles again.
     """
+    has_home = os.path.expanduser("~") != "~"  # numba would make a folder of this name in the current one
     try:
-        return cast(Kernel, numba.njit(cache=True)(function))
+        return cast(Kernel, numba.njit(cache=has_home)(function))
     except RuntimeError:
         return cast(Kernel, numba.njit(function))
