@@ -244,9 +244,7 @@ def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents)
         with Names():
             attention(*tensors(batch, 4, 4), batch, backend)
         assert any(name.startswith(find_backend(backend).operators) for name in seen), seen
-    assert [row.name for row in BACKENDS if not row.operators] == [
-        "explicit"
-    ]  # whose tiles are recomputed anyway
+    assert all(row.operators for row in BACKENDS if row.name != "explicit")  # its tiles are recomputed anyway
 
 
 def test_versions_of_flash_attention_are_activated_in_torch(monkeypatch):
