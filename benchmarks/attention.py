@@ -70,16 +70,16 @@ def padded_slots(lengths: list[int]) -> Tensor:
 
 def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, without: list[str]) -> list[Way]:
     """Every row of the table that takes these inputs, and padded rows; the one that `auto` chooses comes first."""
-    q, k, _ = inputs
+    q = inputs[0]
     none = np.zeros((0, 2), dtype=np.int64)
     documents = [Document(np.zeros(length, dtype=np.uint16), none) for length in lengths]
     packed = PackedCollator(len(lengths), max(lengths))(documents).to(q.device)
     padded = pad_documents(documents).to(q.device)
-    request = Request(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, True)
+    request = Request(q.device, q.dtype, q.shape[2])
     names = [
         row.name for row in BACKENDS if not row.obstacle(request) and row.name not in ["padded", *without]
     ]
-    first = select("auto", *inputs, window).name
+    first = select("auto", q).name
     ways = [
         Way(name, inputs, partial(attention, batch=packed, backend=name, window=window))
         for name in sorted(names, key=lambda name: name != first)

@@ -143,12 +143,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "A100 bf16": {},
     "A100 fp32": {"dtype": torch.float32},
     "H100 bf16": {"generation": 9},
-    "window": {"window": 128},
-    "2 of 8 key heads": {"kv_heads": 2},
+    "soft cap": {"cap": 50.0},
+    "parts of keys": {"merges": True},
     "heads 20 wide": {"head_width": 20},
     "torch.compile": {"compiled": True},
 }
-"""Column → what differs from an A100 in bf16 with 8 heads that are 64 wide."""
+"""Column → what differs from an A100 in bf16 with heads that are 64 wide."""
 
 
 def ask_backend(name: str, request: dict[str, Any], installed: bool) -> str:
@@ -157,8 +157,8 @@ def ask_backend(name: str, request: dict[str, Any], installed: bool) -> str:
     Raises:
         ValueError: the backend does not support the request.
     """
-    usual = {"device": "cuda", "dtype": torch.bfloat16, "heads": 8, "kv_heads": 8, "head_width": 64}
-    usual |= {"window": None, "backward": True, "compiled": False, "generation": 8}
+    usual = {"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, "cap": None}
+    usual |= {"causal": True, "merges": False, "compiled": False, "generation": 8}
     given = usual | request
     given["device"], generation = torch.device(given["device"]), given.pop("generation")
     is_gpu = given["device"].type == "cuda"
@@ -172,7 +172,9 @@ def ask_backend(name: str, request: dict[str, Any], installed: bool) -> str:
 def attention() -> Table:
     """Every backend for every kind of call."""
     text = (
-        "Rows: values of `model.attention`. Columns: an A100 in bf16 with 8 heads, 64 wide, and what differs from it."
+        "Rows: values of `model.attention`, which all take windows, and fewer key heads than query heads. Columns: an"
+        " A100 in bf16 with heads 64 wide, and what differs from it; parts of keys: results that merge, as context"
+        " ranks need them (`parallel.context_method=planned`)."
         " `auto` is the first backend that takes the call, with torch alone and with the packages of all rows; … is"
         " the row's name. ✓: `tests/ops` compare it with explicit attention. ○: the table says so; no test of this"
         " repository's own runs has a GPU."

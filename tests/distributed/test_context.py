@@ -196,7 +196,7 @@ def shares(world, method):
     meta = own.to("meta")
     moved = [meta.input_ids, meta.weights, meta.cu_seqlens, meta.whole.targets]
     assert {tensor.device.type for tensor in moved} == {"meta"}
-    assert method == "ulysses" or meta.schedule.cu_seqlens.device.type == "meta"
+    assert method == "ulysses" or meta.schedule.pieces.cu_seqlens.device.type == "meta"
     return [getattr(own, name).tolist() for name in ("input_ids", "targets", "position_ids", "weights")]
 
 

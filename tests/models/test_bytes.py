@@ -26,6 +26,7 @@ from multipack.ops import loss as loss_module
 from multipack.ops import norm
 from multipack.ops.autocast import keeping_copies
 from multipack.ops.logits import softmax_of_logits
+from multipack.ops.target_rows import Targets
 from multipack.shapes import SHAPES, ModelShape
 
 TOKENS, MICRO_BATCHES = 8192, 8
@@ -74,14 +75,16 @@ class Bytes(TorchDispatchMode):
         return out
 
 
+def every_target(hidden, weight, targets, num_targets, weights, *_):
+    return Targets(targets, weights, torch.arange(len(targets)), None)
+
+
 @contextmanager
 def path_of_gpus():
     """Fake tensors on a CPU, which autocast knows, take the path of GPUs; values are not checked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "check_tokens", lambda *arguments: None)
-        patch.setattr(
-            loss_module, "check_rows", lambda hidden, weight, targets, *_: torch.arange(len(targets))
-        )
+        patch.setattr(loss_module, "checked_targets", every_target)
         patch.setattr(norm, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight.shape, weight, eps))
         patch.setattr(loss_module, "FUSED_DEVICES", ("cpu",))
         patch.setattr(loss_module, "chunk_rows", lambda columns, device: 2**28 // columns)

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
 from multipack.ops.attention import BACKENDS, attention, find_backend, flex, table
+from multipack.ops.attention.kernel import Limits
 
 HEADS = [(4, 4), (6, 2)]
 WINDOWS = [None, 4, 100]
@@ -56,56 +57,22 @@ def kernel(q, k, v, bounds, key_bounds, longest, longest_key, left, right):
     return plain(q, k, v, visible(bounds, key_bounds, left, right))
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
-):
-    assert softmax_scale is None
-    assert dropout_p == 0.0
-    left, right = window_size
-    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, left, 0 if causal else right)
-
-
-def varlen_attn(
-    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False, num_splits=None
-):
-    assert isinstance(window_size, tuple)  # torch compares it with (-1, 0)
-    if not enable_gqa and q.shape[1] != k.shape[1]:
-        raise ValueError("as torch says")
-    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, *window_size)
-
-
-def varlen_attn_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    raise AssertionError("refuses grouped key heads; the operator under it takes them")
-
-
 def varlen_operator(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window_size=None):
     assert is_causal == (window_size == [-1, 0])  # as torch's function says
-    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, *window_size), None, None
+    out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, *window_size)
+    return out, out.new_empty(out.shape[1::-1]), None
 
 
-@pytest.fixture(params=["flash3", "flash3 with sums", "varlen", "varlen of torch 2.11", "xformers", "flex"])
+@pytest.fixture(params=["varlen", "xformers", "flex"])
 def row(request, monkeypatch):
-    """The row's function, its package replaced by one that computes the same here."""
-    name = request.param.split()[0]
-    if name == "flash3":
-        module = ModuleType("flash_attn_interface")
-        module.flash_attn_varlen_func = flash_attn_varlen_func
-        if request.param == "flash3 with sums":
-            module.flash_attn_varlen_func = lambda *args, **more: (
-                flash_attn_varlen_func(*args, **more),
-                None,
-            )
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    elif name == "varlen":
-        stand_in = varlen_attn if request.param == name else varlen_attn_2_11
-        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
-        if stand_in is varlen_attn_2_11:
-            monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen_operator)
-    elif name == "xformers":
+    """The row, its kernel replaced by one that computes the same here."""
+    if request.param == "varlen":
+        monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen_operator)
+    elif request.param == "xformers":
         install_xformers(monkeypatch)
     else:
         monkeypatch.setattr(flex, "compiled", lambda: flex_by_mask)
-    return find_backend(name)
+    return find_backend(request.param)
 
 
 def install_xformers(monkeypatch):
@@ -177,7 +144,7 @@ def batch(request, pack, pad, documents, document):
 
 
 def inputs_of(batch, heads, kv_heads, width=8, dtype=torch.float64, device="cpu"):
-    """Three views of one tensor, as a fused projection gives them."""
+    """Gradients views of one tensor, as a fused projection gives them."""
     fused = torch.randn(batch.num_slots, heads + 2 * kv_heads, width, dtype=dtype, device=device)
     return [x.requires_grad_() for x in fused.split([heads, kv_heads, kv_heads], dim=1)]
 
@@ -187,7 +154,7 @@ def test_kernels_are_called_for_the_same_attention(row, batch):
         inputs = inputs_of(batch, heads, kv_heads)
         upstream = torch.randn_like(inputs[0])
         for window in WINDOWS:
-            asked = row.function(*inputs, batch, window)
+            asked = row.forward(*inputs, batch, Limits(window))[0]
             ours = attention(*inputs, batch, "loop", window)
             torch.testing.assert_close(asked, ours, rtol=0, atol=1e-13)
             grads = (torch.autograd.grad(out, inputs, upstream) for out in (asked, ours))
@@ -200,7 +167,9 @@ def test_blocks_of_shared_tokens_are_those_of_the_dense_mask(monkeypatch, window
     monkeypatch.setattr(flex, "compiled", lambda: flex_by_mask)
     batch = tree([150, 130, 4, 200])
     inputs = inputs_of(batch, 2, 1)
-    ours, dense = (find_backend(name).function(*inputs, batch, window) for name in ("flex", "dense"))
+    ours, dense = (
+        find_backend(name).forward(*inputs, batch, Limits(window))[0] for name in ("flex", "dense")
+    )
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-13)
 
 
@@ -213,7 +182,7 @@ def test_layers_share_the_block_mask(monkeypatch, pack, documents, window):
     batch = pack(documents)
     inputs = inputs_of(batch, 4, 4)
     for _ in range(3):
-        find_backend("flex").function(*inputs, batch, window)
+        find_backend("flex").forward(*inputs, batch, Limits(window))[0]
     assert len({id(mask) for mask in made}) == 1
 
 
@@ -229,7 +198,7 @@ def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
         for window in (None, 7):
             inputs = [x.detach().float() for x in inputs_of(batch, 4, 2, 16)]
             with torch.no_grad():
-                asked = find_backend("flex").function(*inputs, batch, window)
+                asked = find_backend("flex").forward(*inputs, batch, Limits(window))[0]
             torch.testing.assert_close(asked, attention(*inputs, batch, "loop", window), rtol=0, atol=1e-6)
         assert len(graphs) == next(expected)
 
@@ -251,7 +220,7 @@ def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, 
         pytest.skip("flex attention is compiled, and there is no C compiler to build its launchers")
     device = torch.device("cuda", 0)
     torch.compiler.reset()  # torch gives up on compiling one function after a few kinds of calls
-    request = table.Request(device, dtype, heads, kv_heads, width, window, True)
+    request = table.Request(device, dtype, width)
     obstacle = find_backend(name).obstacle(request)
     if obstacle:
         pytest.skip(f"{name} does not support {obstacle}")

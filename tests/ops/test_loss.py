@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.ops import loss as loss_module
 from multipack.ops.logits import LossOptions, chunk_rows, softmax_of_logits
 from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
-from multipack.ops.target_rows import TargetRows
+from multipack.ops.target_rows import TargetRows, Targets
 
 WIDTH, VOCABULARY = 12, 29
 LOSSES = (linear_cross_entropy, linear_log_probabilities)
@@ -260,8 +260,8 @@ def test_on_a_gpu_products_are_added_to_the_gradient_in_few_large_chunks():
     head = loss_module._Head(weight, torch.bfloat16, LossOptions())
     assert 2**29 < chunk_rows(128_256, hidden.device) * 128_256 * 4 <= 2**30
     assert chunk_rows(128_256, torch.device("cpu")) == 1024
-    targets = torch.empty(8192, dtype=torch.int64, device="meta")
+    numbers = torch.empty(8192, dtype=torch.int64, device="meta")
     with Moved((128_256, 2048)) as moved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
-        head.compute(hidden, targets, targets, None, None, (True, True), None)
+        head.compute(hidden, Targets(numbers, None, numbers, None), None, (True, True))
     assert moved.bytes == 0

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
 from multipack.ops.attention import attention
-from multipack.ops.partial import CPU, PLAIN
 from multipack.parallel.planned import Schedule, planned_attention
 from multipack.planning.cost import CostModel
 from multipack.planning.placement import head_tail, place
@@ -45,7 +44,7 @@ class Threads:
         return received, wait
 
 
-def run(placement, tensors, upstream, kernel=None):
+def run(placement, tensors, upstream, backend="auto"):
     """Output and gradients of the whole pack, and the rows that each rank sends: forward, backward."""
     ranks, slots = placement.ranks, len(upstream)
     threads, most = Threads(ranks), int(placement.tokens.max())
@@ -58,7 +57,7 @@ def run(placement, tensors, upstream, kernel=None):
             torch.cat([x[schedule.tokens], torch.randn(padding, *x.shape[1:]).to(x.dtype)]).requires_grad_()
             for x in tensors
         ]
-        out = planned_attention(*own, schedule, kernel=kernel, exchange=partial(threads.exchange, rank))
+        out = planned_attention(*own, schedule, backend=backend, exchange=partial(threads.exchange, rank))
         forward = threads.sent_rows[rank]
         out.backward(torch.cat([upstream[schedule.tokens], upstream.new_zeros(padding, *upstream.shape[1:])]))
         return [x[: most - padding] for x in (out.detach(), *(x.grad for x in own))], forward
@@ -107,14 +106,14 @@ def test_is_exact_for_any_documents(cuts, ranks, more, kv_heads, plain, ring):
     each = -(-SLOTS // ranks) + more
     placement = head_tail(lengths, ranks, each) if ring else place(lengths, SHORT, ranks, each)
     tensors, upstream = drawn(SLOTS, torch.float64, kv_heads)
-    found, forward, backward = run(placement, tensors, upstream, PLAIN if plain else None)
+    found, forward, backward = run(placement, tensors, upstream, "explicit" if plain else "auto")
     for ours, theirs in zip(found, reference(lengths, tensors, upstream), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     assert forward == placement.sent.tolist()
     assert backward == (placement.sent + placement.received).tolist()
 
 
-@pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])
+@pytest.mark.parametrize("kernel", ["loop", "explicit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_accurate_to_rounding(kernel, dtype):
     lengths = (3, 50, 11)
@@ -131,6 +130,8 @@ def test_half_precision_is_accurate_to_rounding(kernel, dtype):
 def test_wrong_arguments_are_refused():
     (q, k, v), _ = drawn(32)
     schedule = Schedule.of(place((32,), SHORT, 1, 32), 0)
+    with pytest.raises(ValueError, match=r"attention=dense .*'loop'"):
+        planned_attention(q, k, v, schedule, backend="dense")
     for tensors, named in (
         ((q[:16], k[:16], v[:16]), "has 32 slots, but q has 16"),
         ((q, k, v[:, :1]), "takes q"),

@@ -124,13 +124,11 @@ class Decoder(nn.Module):
                 " shape.with_vocabulary(size)"
             )
         shape.check_computed()
-        if attention != "auto":
-            find_backend(attention)
-            if shape.attention_cap:
-                raise ValueError(
-                    f"model.attention={attention} computes no soft cap of scores"
-                    f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
-                )
+        if attention != "auto" and not find_backend(attention).cap and shape.attention_cap:
+            raise ValueError(
+                f"model.attention={attention} computes no soft cap of scores"
+                f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
+            )
         self.shape = shape
         self.loss_function: Callable[..., Tensor] = linear_cross_entropy
         self.training_loss: Callable[..., Tensor] = training_loss or linear_cross_entropy

@@ -20,7 +20,7 @@ from torch import Tensor
 from multipack.data.packs.batch import PackedBatch
 from multipack.data.views.documents import IGNORE
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import capped_attention, weighted
+from multipack.ops.attention.explicit import Scoring, weighted
 from multipack.ops.autocast import autocast_dtype
 from multipack.shapes import ModelShape
 
@@ -45,7 +45,6 @@ class KeyValueCache:
 
     def __init__(self, shape: ModelShape, rows: int, like: Tensor) -> None:
         self.rows, self.limit = rows, shape.context
-        self.cap = shape.attention_cap or None
         self.windows = {shape.window_of(layer) for layer in range(shape.layers)}
         self.lengths: list[int] = []
         size = 2, rows, shape.kv_heads, 0, shape.head_width
@@ -138,19 +137,19 @@ class KeyValueCache:
         batch: PackedBatch,
         backend: str,
         window: int | None,
+        cap: float | None,
     ) -> Tensor:
         """`attention` from the tokens of the pass to their whole sequences; `backend` computes new sequences."""
         rows, columns = self._slots
         keys, values = self.stored[layer]
         keys[rows, :, columns], values[rows, :, columns] = key, value
         if not self._visible:
-            attend = attention if self.cap is None else partial(capped_attention, self.cap)
-            return attend(query, key, value, batch, backend, window)
+            return attention(query, key, value, batch, backend, window, cap)
         first, last, mask = self._visible[window or 0]
         # The H / K query heads of a key head become its queries, so keys are not copied.
         queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (x[: len(query), :, first:last] for x in (keys, values))
-        if self.cap is not None:
-            scale = queries.shape[-1] ** -0.5
-            return weighted(queries, keys, values, mask, scale, self.cap, None, 0.0).flatten(1, 2)
+        if cap is not None:
+            out = weighted(queries, keys, values, mask, Scoring(queries.shape[-1] ** -0.5, cap))[0]
+            return out.to(query.dtype).flatten(1, 2)
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)

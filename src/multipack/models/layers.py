@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.packs.batch import PackedBatch
 from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import capped_attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
 from multipack.shapes import ModelShape
@@ -153,9 +151,8 @@ class Attention(nn.Module):
         # Backends multiply by 1 / √D.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
         self.growth, self.trained_context = shape.attention_growth, shape.rope_context
-        self.attend: Attend = (
-            partial(capped_attention, shape.attention_cap) if shape.attention_cap else attention
-        )
+        self.cap = shape.attention_cap or None
+        self.attend: Attend = attention
         self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_both
 
     def forward(
@@ -178,7 +175,7 @@ class Attention(nn.Module):
             query = query * factor.to(query.dtype)[:, None, None]
         if rotation is not None:
             query, key = self.rotate(query, key, rotation)
-        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)
+        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window, self.cap)
         out: Tensor = self.output(values.flatten(1))
         return out
 

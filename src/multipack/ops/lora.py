@@ -100,9 +100,11 @@ def row_squares(weight: Tensor | Quantized, a: Tensor, b: Tensor, scale: float) 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
     """(out, in) the matrix that a linear layer with this adapter computes."""
-    found = torch.addmm(weight, b, a, alpha=scale)
-    lengths: Tensor = torch.linalg.vector_norm(found, dim=1) if magnitude is not None else found
-    return found if magnitude is None else found * (magnitude / lengths)[:, None]
+    adapted = torch.addmm(weight, b, a, alpha=scale)
+    if magnitude is None:
+        return adapted
+    lengths: Tensor = torch.linalg.vector_norm(adapted, dim=1)
+    return adapted * (magnitude / lengths)[:, None]
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 
 from multipack.ops.autocast import at_least_float32, autocast_dtype
 from multipack.ops.logits import LossOptions, chunk_rows, compiled_softmax, rank_and_size, soft_capped
-from multipack.ops.target_rows import ChunkTargets, TargetRows, check_rows
+from multipack.ops.target_rows import ChunkTargets, TargetRows, Targets, checked_targets
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,13 +109,11 @@ def linear_cross_entropy(
             vocabulary or a wrong `num_targets` (checking on other devices would synchronize).
     """
     options = LossOptions(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled, logit_cap)
-    rows = check_rows(hidden, weight, targets, num_targets, weights, group, shared)
+    checked = checked_targets(hidden, weight, targets, num_targets, weights, group, shared)
     if not torch.is_grad_enabled():
         # Grad mode is always off inside an autograd.Function, so that only detached inputs skip the gradients.
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, weights, options, None if shared is None else shared.places
-    )
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, checked, options)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -143,32 +141,19 @@ def linear_log_probabilities(
         ValueError: as `linear_cross_entropy`.
     """
     options = LossOptions(chunk_tokens, vocabulary_tiles, group=group, logit_cap=logit_cap)
-    rows = check_rows(hidden, weight, targets, num_targets, None, group, shared)
-    logs: Tensor = _LinearLogProbabilities.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, options, None if shared is None else shared.places
-    )
+    checked = checked_targets(hidden, weight, targets, num_targets, None, group, shared)
+    logs: Tensor = _LinearLogProbabilities.apply(hidden, weight, checked, options)  # type: ignore[no-untyped-call]
     return logs
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        weights: Tensor | None,
-        options: LossOptions,
-        places: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, options: LossOptions) -> Tensor:
         head = _Head(weight, autocast_dtype(weight), options)
-        losses, _, *gradients = head.compute(
-            hidden, targets, rows, weights, None, ctx.needs_input_grad, places
-        )
+        losses, _, *gradients = head.compute(hidden, targets, None, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return (losses if weights is None else losses * weights).sum()
+        return (losses if targets.weights is None else losses * targets.weights).sum()
 
     @staticmethod
     @once_differentiable
@@ -177,36 +162,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if gradient is None else (gradient * upstream).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        options: LossOptions,
-        places: Tensor | None,
-    ) -> Tensor:
-        ctx.options, ctx.dtype = options, autocast_dtype(weight)
-        head = _Head(weight, ctx.dtype, options)
-        losses, lse, *_ = head.compute(hidden, targets, rows, None, None, (False, False), places)
-        ctx.save_for_backward(hidden, weight, targets, rows, lse, places)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, options: LossOptions) -> Tensor:
+        ctx.options, ctx.dtype, ctx.targets = options, autocast_dtype(weight), targets
+        losses, lse, *_ = _Head(weight, ctx.dtype, options).compute(hidden, targets, None, (False, False))
+        ctx.save_for_backward(hidden, weight, lse)
         return losses.neg_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, rows, lse, places = ctx.saved_tensors
-        head = _Head(weight, ctx.dtype, ctx.options)
-        wanted = ctx.needs_input_grad
-        *_, hidden_grad, weight_grad = head.compute(hidden, targets, rows, -upstream, lse, wanted, places)
+        hidden, weight, lse = ctx.saved_tensors
+        head, targets = _Head(weight, ctx.dtype, ctx.options), ctx.targets._replace(weights=-upstream)
+        *_, hidden_grad, weight_grad = head.compute(hidden, targets, lse, ctx.needs_input_grad)
         hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
         weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None
 
 
 class _Head:
@@ -225,66 +200,60 @@ class _Head:
         self.slices = [slice(*ends) for ends in pairwise(bounds)]
 
     def compute(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        scale: Tensor | None,
-        lse: Tensor | None,
-        wanted: Sequence[bool],
-        places: Tensor | None,
+        self, hidden: Tensor, targets: Targets, lse: Tensor | None, wanted: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Losses and gradients of `rows`, the indices of rows with a target, chunk by chunk.
+        """Losses and gradients, chunk by chunk of the rows with a target.
 
-        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (n,), if given. With
-        `lse`, the result of an earlier call, losses are not computed again. `places` (n,) are indices in `rows` of the
-        targets' rows; None = target i is that of row i, n is T, and others than `rows` are not counted.
+        Gradients are computed if `wanted` for `hidden` and for `weight`, and weighted as `targets` are; losses are not.
+        With `lse`, the result of an earlier call, losses are not computed again.
 
         Returns:
             (n,) losses, (T,) log-sum-exp (0 in other rows), and the gradients of `hidden` and `weight` or None.
         """
-        losses = torch.zeros(len(targets), dtype=self.exact, device=hidden.device)
+        losses = torch.zeros(len(targets.targets), dtype=self.exact, device=hidden.device)
         is_known, lse = lse is not None, losses.new_zeros(len(hidden)) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
-        compiled = self.options.compiled and hidden.device.type in FUSED_DEVICES and places is None
-        plain = len(self.slices) == 1 and self.options.group is None and not self.options.logit_cap
-        compiled = compiled and plain and any(wanted[:2])
+        columns = -(-len(self.weight) // len(self.slices))
+        size = self.options.chunk_tokens or chunk_rows(columns, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            size = self.options.chunk_tokens or chunk_rows(
-                -(-len(self.weight) // len(self.slices)), hidden.device
-            )
-            for number, part in enumerate(torch.split(rows, size) if len(rows) else ()):
-                chunk = hidden[part].to(self.weight.dtype)
-                if places is None:
-                    target = ChunkTargets(targets[part, None])
+            for rows, target, weights in targets.chunks(size, self.exact):
+                chunk = hidden[rows].to(self.weight.dtype)
+                if is_known:
+                    gradients = self._tiles(chunk, target, lse[rows, None], None)
                 else:
-                    place = places - number * size
-                    target = ChunkTargets.of(targets, place, len(part), scale, self.exact)
-                tile = gradient = None
-                if not is_known and compiled and len(part) > 1:  # torch.compile makes other code for one row
-                    losses[part], lse[part], gradient = self._compiled_losses(chunk, target.columns)
-                elif not is_known:
-                    found, lse[part], tile = self._losses(chunk, target)
+                    found, lse[rows], gradients = self._losses(chunk, target, any(wanted[:2]))
                     if target.held is None:
-                        losses[part] = found
+                        losses[rows] = found
                     else:
                         losses = torch.where(target.held, found, losses)
-                if hidden_grad is None and weight_grad is None:
-                    continue
-                factor = None if scale is None or places is not None else scale[part, None].to(self.exact)
-                gradients = (
-                    (gradient,) if gradient is not None else self._tiles(chunk, target, lse[part, None], tile)
-                )
-                del tile, gradient  # each gradient is freed before the next one is made
-                product = self._products(chunk, gradients, factor, weight_grad)
-                if hidden_grad is not None:
-                    hidden_grad[part] = product.to(hidden_grad.dtype)
+                if any(wanted[:2]):
+                    product = self._products(chunk, gradients, weights, weight_grad)
+                    if hidden_grad is not None:
+                        hidden_grad[rows] = product.to(hidden_grad.dtype)
+                del gradients  # with the logits that it holds, before the next ones are made
         return losses, lse, hidden_grad, weight_grad
 
-    def _losses(self, chunk: Tensor, target: ChunkTargets) -> tuple[Tensor, Tensor, Tile | None]:
-        """(E,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
+    def _losses(
+        self, chunk: Tensor, target: ChunkTargets, compiles: bool
+    ) -> tuple[Tensor, Tensor, Iterator[Tensor]]:
+        """(E,) losses, (R,) log-sum-exp over the whole vocabulary, and an iterator over `_tiles`.
+
+        With `compiles`, a compiled function may compute all three, if the options allow it.
+        """
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
+        whole = len(self.slices) == 1 and group is None and not self.options.logit_cap and target.rows is None
+        # torch.compile makes other code for one row.
+        if (
+            compiles
+            and self.options.compiled
+            and chunk.device.type in FUSED_DEVICES
+            and whole
+            and len(chunk) > 1
+        ):
+            logits = F.linear(chunk, self.weight)
+            losses, lse, gradient, own = compiled_softmax()(logits, target.columns, smoothing, z_loss)
+            return losses, lse, iter([gradient.scatter_(1, target.columns, own)])
         found, tile = list[Statistics](), None
         for columns in self.slices:
             tile = None  # frees the last tile before the next one is made
@@ -305,13 +274,7 @@ class _Head:
             losses += smoothing * (own - total[0] / self.vocabulary)
         if z_loss:
             losses += z_loss * own.square()
-        return losses, lse, tile if len(self.slices) == 1 else None
-
-    def _compiled_losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(R,) losses, (R,) log-sum-exp, and the (R, V) gradient of the logits, by a compiled function."""
-        terms = self.options.label_smoothing, self.options.z_loss
-        losses, lse, gradient, own = compiled_softmax()(F.linear(chunk, self.weight), target, *terms)
-        return losses, lse, gradient.scatter_(1, target, own)
+        return losses, lse, self._tiles(chunk, target, lse[:, None], tile if len(self.slices) == 1 else None)
 
     def _tiles(self, chunk: Tensor, target: ChunkTargets, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
         """The gradient of the logits, tile by tile; `tile`, if there is only one, is overwritten, else computed."""

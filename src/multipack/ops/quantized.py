@@ -1,11 +1,12 @@
 """Frozen matrices that are held as bytes, and products with them, in the formats of shapes/formats.py.
 
-    weight_codes   (out, ·)  the numbers           these two divide like the matrix: by rows, or by columns where no
-    weight_scales  (out, ·)  scales of blocks       block of a format is cut
-    weight_steps   (·,)      what concerns the whole matrix, whole on every tensor-parallel rank
+    weight    ─┬─ weight_codes   (out, ·)  the numbers           these two divide like the matrix: by rows, or by
+               ├─ weight_scales  (out, ·)  scales of blocks       columns where no block of a format is cut
+               └─ weight_steps   (·,)      of the whole matrix    whole on every tensor-parallel rank
+    down_proj ─── down_proj_codes, …       another parameter (ops/experts.py)
 
-All three are bytes, so that no cast to a half-precision dtype changes them. A format need not have the last two. Parts
-of another parameter than `weight` (ops/experts.py) are named in the same way.
+All three are bytes, so that no cast to a half-precision dtype changes them. Scales and steps are None in formats
+without them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ targets     p a a  p b            places    0 1 2 0 1              logits of a r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,16 +72,43 @@ class ChunkTargets:
         gradient.index_put_(places, (values * self.weights)[:, 0], accumulate=True)
 
 
-def check_rows(
+class Targets(NamedTuple):
+    """n targets, and the R rows of hidden states that have any.
+
+    Attributes:
+        targets: (n,) int64.
+        weights: (n,) of their losses; None = 1.
+        rows: (R,) int64 numbers of the rows.
+        places: (n,) int64 index in `rows` of each target's row; None = target i is that of row i, n is T, and those of
+            other rows do not count.
+    """
+
+    targets: Tensor
+    weights: Tensor | None
+    rows: Tensor
+    places: Tensor | None
+
+    def chunks(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, ChunkTargets, Tensor | None]]:
+        """Chunks of `size` rows: their numbers, their targets, and (R, 1) weights that `ChunkTargets` do not have."""
+        for number, rows in enumerate(torch.split(self.rows, size) if len(self.rows) else ()):
+            if self.places is None:
+                weights = None if self.weights is None else self.weights[rows, None].to(dtype)
+                yield rows, ChunkTargets(self.targets[rows, None]), weights
+            else:
+                places = self.places - number * size
+                yield rows, ChunkTargets.of(self.targets, places, len(rows), self.weights, dtype), None
+
+
+def checked_targets(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     num_targets: int | None,
     weights: Tensor | None,
     group: dist.ProcessGroup | None,
-    shared: TargetRows | None = None,
-) -> Tensor:
-    """Check the arguments; return the int64 indices of rows with a target."""
+    shared: TargetRows | None,
+) -> Targets:
+    """The targets, after a check of these arguments of `linear_cross_entropy`."""
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (T, d) and weight (V, d), got {shapes}")
@@ -96,20 +124,19 @@ def check_rows(
     if weights is not None and weights.requires_grad:
         raise ValueError("weights get no gradient: pass weights.detach()")
     counted = targets != IGNORE
-    if targets.device.type != "cpu" and shared is not None:
-        return shared.rows
-    if targets.device.type != "cpu" and num_targets is not None:
-        return torch.nonzero_static(counted, size=num_targets).flatten()
-    rows = counted.nonzero().flatten()
-    if targets.device.type == "cpu":
-        vocabulary = len(weight) * rank_and_size(group)[1]
+    if targets.device.type == "cpu":  # on other devices the checks would wait for the device
+        vocabulary, count = len(weight) * rank_and_size(group)[1], int(counted.sum())
         wrong = counted & ((targets < 0) | (targets >= vocabulary))
         if wrong.any():
             raise ValueError(
                 f"target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary:,} (and is not {IGNORE})"
             )
-        if num_targets is not None and num_targets != len(rows):
-            raise ValueError(f"num_targets={num_targets}, but {len(rows)} targets are not {IGNORE}")
-        if shared is not None and len(rows) < len(targets):
+        if num_targets not in (None, count):
+            raise ValueError(f"num_targets={num_targets}, but {count} targets are not {IGNORE}")
+        if shared is not None and count < len(targets):
             raise ValueError(f"a list of targets with the rows of each has no {IGNORE}")
-    return rows if shared is None else shared.rows
+    if shared is not None:
+        return Targets(targets, weights, *shared)
+    if num_targets is None:
+        return Targets(targets, weights, counted.nonzero().flatten(), None)
+    return Targets(targets, weights, torch.nonzero_static(counted, size=num_targets).flatten(), None)

@@ -44,7 +44,7 @@ DIVIDED = {"input_ids": 0, "targets": IGNORE, "position_ids": 0, "weights": 0}
 LOSS = ("targets", "weights")
 """Those of them that a pack of shared tokens has one of for each target, not for each token."""
 Attend = Callable[..., Tensor]
-"""(query, key, value, batch, backend, window) → (tokens, H, D)."""
+"""(query, key, value, batch, backend, window, cap) → (tokens, H, D)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,6 @@ class ContextBatch(PackedBatch):
     whole: PackedBatch
     schedule: Schedule | None = None
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> ContextBatch:
-        whole = self.whole._each(change)
-        held = {name: getattr(self, name) for name in DIVIDED}
-        changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
-        schedule = self.schedule and self.schedule.each(change)
-        tree = None if self.tree is None else self.tree._each(change)
-        return replace(
-            self, **changed, cu_seqlens=whole.cu_seqlens, whole=whole, tree=tree, schedule=schedule
-        )
-
 
 def divide_context(
     model: nn.Module, mesh: DeviceMesh, placing: Placing | None = None
@@ -82,7 +72,7 @@ def divide_context(
     The number of heads follows from the tensors, so tensor parallelism may be applied first.
 
     Args:
-        model: has modules with `attend` (query, key, value, batch, backend, window).
+        model: has modules with `attend`, an `Attend`.
         mesh: of one dimension; its ranks hold the same model and get the same packs.
         placing: how documents are placed on ranks; None = every pack is exchanged by Ulysses.
 
@@ -115,7 +105,7 @@ def _limited(module: Any) -> str:
     """What the attention of a module computes beside full attention inside documents; empty = nothing."""
     if getattr(module, "window", None):
         return "sliding windows"
-    return "soft caps of scores" if isinstance(module.attend, partial) else ""
+    return "soft caps of scores" if getattr(module, "cap", None) else ""
 
 
 def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -> ContextBatch:
@@ -175,7 +165,7 @@ def _attend(
     v: Tensor,
     batch: PackedBatch,
     backend: str,
-    window: int | None,
+    *limits: Any,
 ) -> Tensor:
     """Attend to the tokens of all ranks; arguments after the group are those of `Attend`."""
     if not isinstance(batch, ContextBatch):
@@ -185,8 +175,8 @@ def _attend(
         )
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))  # before it is sent: half of the bytes
     if batch.schedule is not None:
-        return planned_attention(q, k, v, batch.schedule, group)
-    return _ulysses(attend, group, q, k, v, batch.whole, backend, window)
+        return planned_attention(q, k, v, batch.schedule, group, backend)
+    return _ulysses(attend, group, q, k, v, batch.whole, backend, *limits)
 
 
 def _ulysses(
@@ -196,8 +186,7 @@ def _ulysses(
     k: Tensor,
     v: Tensor,
     whole: PackedBatch,
-    backend: str,
-    window: int | None,
+    *options: Any,
 ) -> Tensor:
     """Exchange some tokens of all heads for all tokens of some heads, attend, and exchange back."""
     ranks = torch.distributed.get_world_size(group)
@@ -208,5 +197,5 @@ def _ulysses(
     shares = [x.reshape(len(x), ranks, -1, x.shape[2]) for x in (q, k, v)]
     sizes = [share.shape[2] for share in shares]
     mixed = all_to_all(torch.cat(shares, dim=2).flatten(1, 2), split_dim=1, join_dim=0, group=group)
-    out = attend(*torch.split(mixed, sizes, dim=1), whole, backend, window)
+    out = attend(*torch.split(mixed, sizes, dim=1), whole, *options)
     return all_to_all(out, split_dim=0, join_dim=1, group=group)

@@ -10,9 +10,10 @@
 
 A piece attends to itself, and to all tokens of its document before it. So a rank needs the document's keys and values
 up to the beginning of its last piece. Ranks exchange them in one all-to-all, whose sizes every rank knows from the
-placement, while they compute their own pieces; results merge by their log-sum-exp (ops/partial.py). Whole documents are
-in no message, and a pack of whole documents needs no all-to-all. The backward pass exchanges keys and values again, and
-returns their gradients to their owners. All ranks call the same collectives in the same order, so none waits for ever.
+placement, while they compute their own pieces; results merge by their log-sum-exp (ops/attention/kernel.py). Whole
+documents are in no message, and a pack of whole documents needs no all-to-all. The backward pass exchanges keys and
+values again, and returns their gradients to their owners. All ranks call the same collectives in the same order, so
+none waits for ever.
 
 A rank with s tokens to send and r to receive (counted once for each receiver) sends s · 2·K·D elements forward and
 (s + r) · 2·K·D backward, of K key heads of width D.
@@ -21,9 +22,9 @@ A rank with s tokens to send and r to receive (counted once for each receiver) s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,57 +32,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multipack.ops.attention import check_heads
-from multipack.ops.attention.runs import merge
-from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel
+from multipack.data.packs.batch import Movable
+from multipack.ops.attention import Backend, check_heads, select
+from multipack.ops.attention.kernel import (
+    Gradients,
+    KeyBlock,
+    Limits,
+    Pieces,
+    Saved,
+    add_gradients,
+    merge_blocks,
+)
+from multipack.ops.autocast import at_least_float32
 from multipack.parallel.collectives import Group
 from multipack.planning.lengths import offsets_of
 from multipack.planning.placement import Placement
 
 PADDING = 128
 """Slots of a piece of padding, which attends to itself: longer ones would cost more."""
+ALL = Limits(causal=False)
+"""Every query sees every key."""
 Wait = Callable[[], Any]
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], tuple[Tensor, Wait]]
 """(rows sent, rows for each rank, rows from each rank) → the rows received, complete after a call of the function."""
 
 
-class Rectangle(NamedTuple):
-    """Own queries that all see the same keys.
-
-    Attributes:
-        queries: positions among the rank's tokens.
-        keys: positions among the keys that `Schedule.order` arranges.
-    """
-
-    queries: slice
-    keys: slice
-
-
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Movable):
     """One rank's work for one pack, computed on the host.
 
     Attributes:
-        lengths: slots of each of the rank's pieces, in the order of documents and tokens, then those of padding.
+        pieces: the rank's pieces, in the order of documents and tokens, then those of padding.
         tokens: (tokens of the rank,) int64 their places in the pack.
-        cu_seqlens: (pieces + 1,) int32 cumulative `lengths`, from 0.
         sent: int64 own tokens whose keys are sent, by receiver.
         sent_sizes, received_sizes: tokens for each rank, and from each rank.
         kept: int64 own tokens of divided documents before the rank's last piece.
         order: int64 places, among `kept` and then what is received, of the keys of each divided document in order.
-        rectangles: queries and the keys before them.
+        blocks: queries among the rank's tokens, and the keys before them that all of them see, among those of `order`.
         is_local: whether no rank sends anything.
     """
 
-    lengths: tuple[int, ...]
+    pieces: Pieces
     tokens: Tensor
-    cu_seqlens: Tensor
     sent: Tensor
     sent_sizes: tuple[int, ...]
     received_sizes: tuple[int, ...]
     kept: Tensor
     order: Tensor
-    rectangles: tuple[Rectangle, ...]
+    blocks: tuple[KeyBlock, ...]
     is_local: bool
 
     @classmethod
@@ -117,13 +115,13 @@ class Schedule:
         kept = [piece for prefix in prefixes for piece in prefix if piece in place]
         arriving = [*kept, *(piece for pieces in source for piece in pieces)]
         begins = dict(zip(arriving, offsets_of(sizes[arriving])[:-1].tolist(), strict=True))
-        rectangles, first = list[Rectangle](), 0
+        blocks, first = list[KeyBlock](), 0
         for prefix in prefixes:
             stop = first
             for piece in [*prefix, *(prefix[-1:] and [prefix[-1] + 1])]:  # and the rank's last piece
                 if piece in place and stop > first:
                     rows = slice(place[piece], place[piece] + int(sizes[piece]))
-                    rectangles.append(Rectangle(rows, slice(first, stop)))
+                    blocks.append(KeyBlock(rows, slice(first, stop), stop - first))
                 stop += int(sizes[piece]) if piece in begins else 0
             first = stop
         starts = offsets_of(placement.lengths)[placement.document] + placement.start
@@ -131,25 +129,18 @@ class Schedule:
         padding = max(slots - held, 0)
         lengths = [*sizes[own].tolist(), *[PADDING] * (padding // PADDING), padding % PADDING]
         lengths = [length for length in lengths if length]
+        starts_of_pieces = torch.from_numpy(offsets_of(np.array(lengths)).astype(np.int32))
         return cls(
-            lengths=tuple(lengths),
+            pieces=Pieces(tuple(lengths), starts_of_pieces, max(lengths, default=0)),
             tokens=_ranges([(int(starts[piece]), int(sizes[piece])) for piece in own]),
-            cu_seqlens=torch.from_numpy(offsets_of(np.array(lengths)).astype(np.int32)),
             sent=_ranges([(place[piece], int(sizes[piece])) for pieces in to for piece in pieces]),
             sent_sizes=tuple(int(sizes[pieces].sum()) for pieces in to),
             received_sizes=tuple(int(sizes[pieces].sum()) for pieces in source),
             kept=_ranges([(place[piece], int(sizes[piece])) for piece in kept]),
             order=_ranges([(begins[piece], int(sizes[piece])) for prefix in prefixes for piece in prefix]),
-            rectangles=tuple(rectangles),
+            blocks=tuple(blocks),
             is_local=not placement.sent.any(),
         )
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Schedule:
-        """The same schedule with changed tensors."""
-        tensors: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
 
 
 def _ranges(parts: Sequence[tuple[int, int]]) -> Tensor:
@@ -181,7 +172,7 @@ def planned_attention(
     v: Tensor,
     schedule: Schedule,
     group: Group = None,
-    kernel: Kernel | None = None,
+    backend: str = "auto",
     exchange: Exchange | None = None,
 ) -> Tensor:
     """Causal attention inside each document, of this rank's queries to the keys of all ranks, scaled by 1/√D.
@@ -194,19 +185,23 @@ def planned_attention(
         v: (S, K, D) values.
         schedule: this rank's work for this pack; its tensors are on the device of q.
         group: process group of the ranks.
-        kernel: attention kernel; None = `choose_kernel(q)`.
+        backend: name of the kernel, as for `attention`; its results must merge.
         exchange: sends messages; None = `exchange_rows` in the group.
 
     Returns:
         (S, H, D) in q's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not match, or q does not have the slots of the schedule.
+        ValueError: shapes or dtypes do not match, q does not have the slots of the schedule, or the kernel does not
+            support these tensors.
     """
     check_heads(q, k, v)
-    if len(q) != sum(schedule.lengths):
-        raise ValueError(f"this rank's share has {sum(schedule.lengths):,} slots, but q has {len(q):,}")
-    work = _Work(schedule, kernel or choose_kernel(q), exchange or partial(exchange_rows, group))
+    if len(q) != sum(schedule.pieces.lengths):
+        raise ValueError(
+            f"this rank's share has {sum(schedule.pieces.lengths):,} slots, but q has {len(q):,}"
+        )
+    kernel = select(backend, q, merges=True)
+    work = _Work(schedule, kernel, exchange or partial(exchange_rows, group))
     out: Tensor = _PlannedAttention.apply(q, k, v, work)  # type: ignore[no-untyped-call]
     return out
 
@@ -226,10 +221,10 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = ctx.work.backward(upstream, q, k, v, out, lse)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        saved = Saved(*ctx.saved_tensors)
+        with torch.autocast(upstream.device.type, enabled=False):
+            dq, dk, dv = ctx.work.backward(upstream, saved)
+        return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), None
 
 
 @dataclass(frozen=True)
@@ -237,40 +232,37 @@ class _Work:
     """Forward and backward pass of a rank for one pack and layer."""
 
     schedule: Schedule
-    kernel: Kernel
+    kernel: Backend
     exchange: Exchange
-
-    @property
-    def documents(self) -> Bounds:
-        """The rank's pieces."""
-        return Bounds(self.schedule.lengths, self.schedule.cu_seqlens)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(S, H, D) results and (S, H) log-sum-exps over the keys of all ranks."""
         earlier = self.earlier_keys(k, v)
-        out, lse = self.kernel.forward(q, k, v, self.documents)  # while messages are under way
-        pairs = earlier()
-        for rows, columns in self.schedule.rectangles:
-            key, value = pairs[columns].unbind(1)
-            merge(out[rows], lse[rows], *self.kernel.forward(q[rows], key, value, None))
+        own = self.kernel.forward(q, k, v, self.schedule.pieces, Limits())  # while messages are under way
+        # Copies: activation checkpointing may keep the kernel's tensors.
+        out, lse = (x.to(at_least_float32(x.dtype), copy=True) for x in own)
+        keys, values = earlier().unbind(1)
+        saved = Saved(q, keys, values, out, lse)
+        merge_blocks(lambda q, k, v, _: self.kernel.forward(q, k, v, None, ALL), self.schedule.blocks, saved)
         return out, lse
 
-    def backward(
-        self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Gradients:
+    def backward(self, upstream: Tensor, saved: Saved) -> Gradients:
         """Gradients of this rank's q, k and v from the queries of all ranks."""
-        schedule, earlier = self.schedule, self.earlier_keys(k, v)
-        dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
+        schedule, backward = self.schedule, self.kernel.backward
+        assert backward is not None  # as its results merge
+        q, k, v, out, lse = saved
+        earlier = self.earlier_keys(k, v)
+        dq, dk, dv = backward(upstream, saved, schedule.pieces, Limits())
         pairs = earlier()
         gradients = torch.zeros_like(pairs, dtype=dk.dtype)
-        for rows, columns in schedule.rectangles:
-            key, value = pairs[columns].unbind(1)
-            more, *both = self.kernel.backward(
-                upstream[rows], q[rows], key, value, out[rows], lse[rows], None
-            )
-            dq[rows] += more
-            gradients[columns] += torch.stack(both, 1)
-        del pairs
+        (keys, values), (of_keys, of_values) = pairs.unbind(1), gradients.unbind(1)
+
+        def of_block(upstream: Tensor, saved: Saved, before: int) -> Gradients:
+            return backward(upstream, saved, None, ALL)
+
+        merged, totals = Saved(q, keys, values, out, lse), (dq, of_keys, of_values)
+        add_gradients(of_block, schedule.blocks, upstream, merged, totals)
+        del pairs, keys, values, merged  # before as large tensors are made
         arranged = torch.empty_like(gradients)
         arranged[schedule.order] = gradients
         count = len(schedule.kept)

@@ -57,7 +57,7 @@ def measure_context(
 
     Args:
         packs: lengths of the documents of each pack.
-        placing: the ranks, their cost model and prices.
+        placing: the ranks, their cost model and prices; all ranks compute equally many slots.
         slots: slots of a pack, a multiple of the ranks.
         shape: the decoder.
         size: bytes of an element.
@@ -85,17 +85,16 @@ def _of_pack(
 ) -> tuple[float, ...]:
     """(attention, step, time, sent, received, exchanged) of a pack; `placement` is None for Ulysses."""
     cost, prices = placing.cost, placing.prices
-    computed = 0 if placing.slack else each
     if placement is None:
         mean = int(cost.cost(lengths).sum()) / placing.ranks if len(lengths) else 0
-        mean += cost.linear * (each - int(lengths.sum()) / placing.ranks) * (not placing.slack)
+        mean += cost.linear * (each - int(lengths.sum()) / placing.ranks)
         return 1.0, 1.0, (mean + (prices.token or 0) * each) / max(mean, 1), 0.0, 0.0, 1.0
-    attention, costs = placement.attention, placement.costs(cost, computed)
+    attention, costs = placement.attention, placement.costs(cost, each)
     most = int(np.argmax(2 * placement.sent + placement.received))
     return (
         int(attention.max()) / max(attention.mean(), 1),
         int(costs.max()) / max(costs.mean(), 1),
-        placement.slowest(cost, prices, computed) / max(costs.mean(), 1),
+        placement.slowest(cost, prices, each) / max(costs.mean(), 1),
         int(placement.sent[most]),
         int(placement.received[most]),
         0.0,

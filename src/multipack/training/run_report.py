@@ -387,12 +387,10 @@ def _attention_backend(run: Trainer) -> str:
     config, shape = run.config, run.shape
     if shape.architecture:
         return "multipack in transformers"
-    if shape.attention_cap:
-        return "explicit scores, with a soft cap"
     if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
         return "planned"
-    sizes = shape.heads, shape.kv_heads, shape.head_width, shape.window or None
-    dtype, compiled = DTYPES[config.train.dtype], config.train.compile == "true"
+    dtype, limits = DTYPES[config.train.dtype], (shape.attention_cap or None, True, False)
+    compiled = config.train.compile == "true"
     return BACKENDS[
-        backend_index(config.model.attention, run.world.device, dtype, *sizes, True, compiled)
+        backend_index(config.model.attention, run.world.device, dtype, shape.head_width, *limits, compiled)
     ].name

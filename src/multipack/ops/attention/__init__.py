@@ -1,4 +1,4 @@
-"""Attention inside documents: one function over a table of backends.
+"""Attention inside documents: one function over a table of kernels.
 
     documents    A A A B B          query 0  ■ · ·  · ·      Every token sees its own document up to itself,
     cu_seqlens   0     3   5              1  ■ ■ ·  · ·      and no other document. Pairs outside the
@@ -6,20 +6,19 @@
                                           3  · · ·  ■ ·      blocks), unlike in `dense`, the reference of the
                                           4  · · ·  ■ ■      tests.
 
-To add a backend, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its function
-(q, k, v, batch, window) → (T, H, D):
+To add a kernel, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its functions; kernel.py has
+their arguments. The row says what they support: packs whose documents share tokens and windows always, soft caps,
+attention that is not causal, and results that merge (for context ranks) if it says so.
 
 - q, k and v have one of the dtypes in the row. They may be strided views with a contiguous last dimension, and so may
   the result.
-- `batch.cu_seqlens` and `batch.max_seqlen` are bounds of this pack, so that kernels launch what it needs. Compiled code
-  gets both with a symbolic size; a function must not branch on them. `batch.lengths` has the documents' lengths on the
-  host, for loops without a device synchronization. torch.compile treats them as constants and compiles again when
-  they change: the row's `compiles` must exclude a function that reads `lengths`.
+- `bounds.cu_seqlens` and `bounds.max_seqlen` are bounds of this pack, so that kernels launch what it needs. Compiled
+  code gets both with a symbolic size; a function must not branch on them. `bounds.lengths` has the documents' lengths
+  on the host, for loops without a device synchronization. torch.compile treats them as constants and compiles again
+  when they change: the row's `compiles` must exclude a function that reads `lengths`.
 - `operators` names the torch operators whose outputs selective activation checkpointing keeps.
 - Import the package named in `needs` inside the function: the table itself imports nothing.
 - Compute tensors that depend only on a batch's bounds once for all layers, by `masks.once_a_batch`.
-
-Context parallelism by placement merges partial results and needs kernels that return log-sum-exps: see ops/partial.py.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention import table
+from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
 from multipack.ops.attention.table import BACKENDS, Backend, find_backend
@@ -55,8 +55,10 @@ def attention(
     batch: PackedBatch,
     backend: str = "auto",
     window: int | None = None,
+    cap: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention inside each document, with scores scaled by 1/√D.
+    """Attention inside each document, with scores scaled by 1/√D.
 
     Args:
         q: (T, H, D) queries.
@@ -64,15 +66,17 @@ def attention(
         v: (T, K, D) values.
         batch: holds the documents' bounds; T must be its number of slots. Padded rows are a batch of equally long
             documents.
-        backend: a name in `BACKENDS`, or `"auto"`: the first that supports these tensors.
+        backend: a name in `BACKENDS`, or `"auto"`: the first that supports these arguments.
         window: tokens that each position sees, itself included; None = its whole document up to itself.
+        cap: c of scores s, which become c · tanh(s / c); None = no bound.
+        causal: whether no position sees a later one.
 
     Returns:
         (T, H, D), in the dtype of the inputs (in autocast's where it is on).
 
     Raises:
-        ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these tensors (the
-            message says why, and which one does).
+        ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these arguments (the
+            message says why, and which one does); a window, or documents that share tokens, without `causal`.
     """
     q, k, v = (
         in_autocast_dtype(x) for x in (q, k, v)
@@ -81,23 +85,28 @@ def attention(
     if q.shape[0] != batch.input_ids.shape[0]:
         raise ValueError(f"the batch has {batch.num_slots:,} slots, but q is {tuple(q.shape)}")
     check_window(window)
-    return select(backend, q, k, v, window).function(q, k, v, batch, window)
+    if not causal and (window is not None or batch.tree is not None):
+        raise ValueError("attention that is not causal has no window, and no documents that share tokens")
+    row = select(backend, q, cap, causal)
+    return row.forward(q, k, v, batch, Limits(window, cap, causal))[0].to(q.dtype)
 
 
-def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Backend:
-    """The backend that `attention` uses for these tensors; arguments are those of `attention`.
+def select(
+    backend: str, q: Tensor, cap: float | None = None, causal: bool = True, merges: bool = False
+) -> Backend:
+    """The kernel that `attention` uses for these queries; arguments are those of `attention`.
+
+    With `merges`, it is one whose results over parts of the keys merge.
 
     Raises:
-        ValueError: an unknown backend, or one that does not support these tensors.
+        ValueError: an unknown backend, or one that does not support these arguments.
     """
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compiled = torch.compiler.is_compiling()
-    properties = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, backward, compiled
-    if compiled:
+    properties = q.device, q.dtype, q.shape[2], cap, causal, merges
+    if torch.compiler.is_compiling():
         from multipack.ops.attention import compiling
 
-        return table.BACKENDS[compiling.backend_index(backend, *properties)]
-    return table.BACKENDS[table.backend_index(backend, *properties)]
+        return table.BACKENDS[compiling.activated_index(backend, *properties, True)]
+    return table.BACKENDS[table.activated_index(backend, *properties, False)]
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Backend selection under torch.compile: evaluated while tracing, and a constant of the compiled code.
+"""Choice of a kernel under torch.compile: evaluated while tracing, and a constant of the compiled code.
 
 Imported only while tracing: the decorator imports torch's compiler, which takes a second.
 """
@@ -11,4 +11,4 @@ import torch
 
 from multipack.ops.attention import table
 
-backend_index: Callable[..., int] = torch.compiler.assume_constant_result(table.backend_index)  # type: ignore[no-untyped-call]
+activated_index: Callable[..., int] = torch.compiler.assume_constant_result(table.activated_index)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Attention with explicit scores: soft caps, sinks and dropout, which the kernels of the table do not compute.
+"""Attention with explicit scores: soft caps, sinks and dropout, which no other kernel computes, on any device.
 
     scores   s = c · tanh(q·k · scale / c)           c: soft cap of the scores (Gemma 2)
     weights  exp(s) / (Σ exp(s) + exp(sink))         sink: a learned score per head without a value (gpt-oss)
@@ -9,92 +9,99 @@ tile · length, not with length². Scores are computed in float32 (float64 for f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Bounds, Gradients, Limits, Saved
 from multipack.ops.attention.masks import tile_mask
-from multipack.ops.attention.runs import gathered, heads_first, path_runs, repeat_heads, tiles, tokens_first
-from multipack.ops.autocast import at_least_float32, in_autocast_dtype
+from multipack.ops.attention.runs import by_runs, repeat_heads, tiles
+from multipack.ops.autocast import at_least_float32
 
 TILE_TOKENS = 128
 """Queries per tile."""
 
 
+class Scoring(NamedTuple):
+    """How scores become weights.
+
+    Attributes:
+        scale: factor of q·k.
+        cap: bound of the scores' absolute values; None = no bound.
+        sinks: (H,) scores that take part in the softmax of every query; None = none.
+        dropout: probability of dropping a weight.
+        merges: whether log-sum-exps of the scores are computed too, a fifth of the time.
+    """
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    merges: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are the softmax of scaled products."""
+        return self.cap is None and self.sinks is None and not self.dropout
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits) -> tuple[Tensor, Tensor | None]:
+    """The kernel `explicit`; see `Backend`."""
+    # torch.compile cannot trace code that reads lengths on the host.
+    compute = torch.compiler.disable(explicit)  # type: ignore[no-untyped-call]
+    scoring = Scoring(q.shape[-1] ** -0.5, limits.cap, merges=not isinstance(bounds, PackedBatch))
+    out, lse = compute(q, k, v, bounds, limits, scoring)
+    return out, lse
+
+
+def backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> Gradients:
+    """Gradients of the kernel `explicit`; see `Backend`."""
+    with torch.enable_grad():
+        q, k, v = (x.detach().to(at_least_float32(x.dtype)).requires_grad_() for x in saved[:3])
+        out, lse = forward(q, k, v, bounds, limits)
+        assert lse is not None  # of parts of a pack
+        # The merged result is the sum of share · out over all parts, and ∂share/∂lse is share · (1 − share).
+        share = (lse.detach() - saved.lse).exp().unsqueeze(-1) * upstream
+        of_lse = (share * (out.detach() - saved.out)).sum(-1)
+        dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (share, of_lse))
+    return dq, dk, dv
+
+
 def explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    window: int | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Causal attention inside each document, on any device; q, k, v, batch and window as for `attention`.
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """Attention inside each document, on any device.
 
     Args:
         q: (T, H, D) queries.
-        k: (T, K, D) keys.
-        v: (T, K, V) values; V may differ from D.
-        batch: holds the documents' bounds.
-        window: tokens that each position sees, itself included.
-        scale: factor of the scores.
-        softcap: bound of the scores' absolute values; None = no bound.
-        sinks: (H,) scores that take part in the softmax of every query; None = none.
-        dropout: probability of dropping a weight.
+        k: (S, K, D) keys.
+        v: (S, K, V) values; V may differ from D.
+        bounds: documents; None = every query belongs to every key.
+        limits: window, and whether causal.
+        scoring: how scores become weights.
 
     Returns:
-        (T, H, V), in the dtype of the inputs (in autocast's where it is on).
+        (T, H, V), and (T, H) log-sum-exps without sinks or None, in float32 or float64.
     """
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    k, v = gathered(k, v, batch)
-    found, paths = path_runs(batch.lengths, batch.lengths if batch.tree is None else batch.tree.lengths_k)
-    keys, values = (heads_first(repeat_heads(x, q), paths) for x in (k, v))
-    parts = []
-    for query, key, value in zip(heads_first(q, found), keys, values, strict=True):
-        outs, before = [], key.shape[2] - query.shape[2]
-        for rows, columns in tiles(query, key, before, window, TILE_TOKENS):
-            seen = tile_mask(rows, columns, before, window, query.device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, before: int) -> tuple[Tensor, ...]:
+        parts, key, value = [], repeat_heads(key, query), repeat_heads(value, query)
+        for rows, columns in tiles(query, key, before, limits.window, TILE_TOKENS):
+            seen = tile_mask(rows, columns, before, limits.window, query.device) if limits.causal else None
             tile = query[:, :, rows], key[:, :, columns], value[:, :, columns]
-            outs.append(
-                checkpoint(weighted, *tile, seen, scale, softcap, sinks, dropout, use_reentrant=False)
-            )
-        parts.append(torch.cat(outs, dim=2))
-    return tokens_first(parts)
+            parts.append(checkpoint(weighted, *tile, seen, scoring, use_reentrant=False))
+        return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+
+    out, *lse = by_runs(attend, q, k, v, bounds, limits.causal)
+    return out, lse[0] if lse else None
 
 
-def capped_attention(
-    cap: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    backend: str = "auto",
-    window: int | None = None,
-) -> Tensor:
-    """`attention` with the soft cap `cap` of its scores, which no backend computes; `backend` is not used."""
-    # torch.compile cannot trace code that reads lengths on the host.
-    compute = torch.compiler.disable(explicit)  # type: ignore[no-untyped-call]
-    out: Tensor = compute(q, k, v, batch, window, scale=q.shape[-1] ** -0.5, softcap=cap)
-    return out
-
-
-def weighted(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-) -> Tensor:
-    """Values weighted by the softmax of all scores; the arguments are those of `explicit`.
+def weighted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring) -> tuple[Tensor, ...]:
+    """Values weighted by the softmax of all scores.
 
     Args:
         q: (N, H, L, D).
@@ -102,19 +109,16 @@ def weighted(
         v: (N, H, S, V).
         visible: bool or additive, broadcast to (N, H, L, S); None = every query sees every key. A query that sees no
             key has finite weights, as in transformers' eager attention.
-        scale: factor of the scores.
-        softcap: bound of the scores.
-        sinks: (H,).
-        dropout: probability of dropping a weight.
+        scoring: how scores become weights.
 
     Returns:
-        (N, H, L, V), in the dtype of q.
+        (N, H, L, V) and, if wanted, (N, H, L) log-sum-exps of the scores, in float32 or float64.
     """
-    wide = at_least_float32(q.dtype)
+    wide, (scale, cap, sinks, dropout, merges) = at_least_float32(q.dtype), scoring
     with torch.autocast(q.device.type, enabled=False):
         scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
         if visible is not None and visible.dtype == torch.bool:
             scores = scores.masked_fill(~visible, torch.finfo(wide).min)
         elif visible is not None:
@@ -124,4 +128,5 @@ def weighted(
         else:
             column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
             weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-        return (F.dropout(weights, dropout) @ v.to(wide)).to(q.dtype)
+        out = F.dropout(weights, dropout) @ v.to(wide)
+        return (out, scores.logsumexp(-1)) if merges else (out,)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.masks import first_visible, once_a_batch, tree_sees
 
 if TYPE_CHECKING:  # torch >= 2.5; hosts import this module with torch 2.4
@@ -28,11 +29,11 @@ BLOCK_TOKENS = 128
 """Queries and keys per block, the default of torch's kernels."""
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """The backend `flex`: torch's FlexAttention, compiled when first used; arguments are those of `attention`."""
+def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, limits: Limits) -> tuple[Tensor, None]:
+    """The kernel `flex`: torch's FlexAttention, compiled when first used."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    grouped = k.shape[1] != q.shape[1]
+    grouped, window = k.shape[1] != q.shape[1], limits.window
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if torch.compiler.is_compiling():  # the mask becomes part of the compiled graph
         mask, attend = block_mask(batch, window), flex_attention
@@ -41,7 +42,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
         attend = compiled()
     # Torch's default chooses a decoding kernel for short packs: other numbers, and another compilation.
     out: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options={"BACKEND": "TRITON"})
-    return out.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1), None
 
 
 def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:

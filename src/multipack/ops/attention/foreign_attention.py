@@ -30,9 +30,11 @@ from torch.torch_version import TorchVersion
 from multipack.data.packs.batch import PackedBatch, PackedTree, rounded, without_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import explicit, weighted
+from multipack.ops.attention.explicit import Scoring, explicit, weighted
+from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.masks import once_a_tensor
 from multipack.ops.attention.row_mask import NAME, RowMask, make_mask, refuse
+from multipack.ops.autocast import in_autocast_dtype
 from multipack.planning.lengths import short
 
 OLDEST = "5.2"
@@ -103,7 +105,7 @@ def attend(
         ValueError: an argument that cannot be computed exactly.
     """
     _check_arguments(others)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, dropout)
     rows = attention_mask if isinstance(attention_mask, RowMask) else None
     dense = attention_mask if rows is None else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -120,7 +122,7 @@ def attend(
         if others.get("position_bias") is not None:
             refuse("position_bias with documents", "use attn_implementation=eager or sdpa")
         window = _window(rows, sliding_window, batch.longest)
-        return _packed(query, key, value, batch, window, scale, softcap, s_aux, dropout), None
+        return _packed(query, key, value, batch, window, scoring), None
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -131,7 +133,7 @@ def attend(
         return found
     if others.get("position_bias") is not None:
         refuse("position_bias with softcap or s_aux", "use attn_implementation=eager")
-    return _dense(query, key, value, dense, causal, scale, softcap, s_aux, dropout), None
+    return _dense(query, key, value, dense, causal, scoring), None
 
 
 def _check_arguments(others: dict[str, Any]) -> None:
@@ -304,24 +306,17 @@ def _window(mask: RowMask | None, given: int | None, longest: int) -> int | None
 
 
 def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch: PackedBatch,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, window: int | None, scoring: Scoring
 ) -> Tensor:
     """Attention inside documents: (B, T, H, V)."""
     rows, slots = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     width = max(q.shape[-1], v.shape[-1])
-    if softcap is not None or sinks is not None or dropout:
-        out = explicit(q, k, v, batch, window, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+    if not scoring.is_plain:
+        q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+        out = explicit(q, k, v, batch, Limits(window), scoring)[0].to(q.dtype)
     else:
-        factor = scale * math.sqrt(width)
+        factor = scoring.scale * math.sqrt(width)
         if not math.isclose(factor, 1.0, rel_tol=1e-9):
             q = q * factor
         # Zeros change no score, and the values' are cut off again. F.pad copies without padding, too.
@@ -332,19 +327,12 @@ def _packed(
 
 
 def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring
 ) -> Tensor:
     """Attention with all scores, for padding and caches with soft caps or sinks: (B, Q, H, V)."""
     queries, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     if mask is None and causal and queries > 1:  # like sdpa: the first query sees the first key
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return weighted(query, key, value, mask, scale, softcap, sinks, dropout).transpose(1, 2).contiguous()
+    out = weighted(query, key, value, mask, scoring)[0].to(query.dtype)
+    return out.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The backend `loop`: torch's own kernels, called once per run of equally long documents.
+"""The kernel `loop`: torch's own kernels, called once per run of equally long documents.
 
 On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
 tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
@@ -23,6 +23,7 @@ the queries of a node see the keys of its path, which are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,18 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Bounds, Gradients, Limits, Saved, add_gradients, merge_blocks
 from multipack.ops.attention.masks import tile_mask
 from multipack.ops.attention.runs import (
-    PathBlock,
     Run,
-    gathered,
+    Runs,
+    by_runs,
     heads_first,
-    merge,
     path_blocks,
-    path_runs,
     repeat_heads,
-    runs,
+    sum_repeated,
     tiles,
     tokens_first,
 )
@@ -60,18 +59,50 @@ TILE_TOKENS = 128
 skipped pairs save."""
 
 PATH_TILE_TOKENS = 512
-"""Queries in a tile of a node behind others: half of its pairs with its own keys are masked."""
+"""Queries in a tile of a node behind others: half of the tile on the diagonal is masked, and computed in vain."""
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """The backend `loop`: (T, H, D); arguments are those of `attention`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits) -> tuple[Tensor, Tensor | None]:
+    """The kernel `loop`; see `Backend`. On a CPU results are float32 or wider, and have log-sum-exps."""
     if q.device.type != "cpu":
-        return _by_sdpa(q, k, v, batch, window)
-    if k.shape[1] != q.shape[1] and not GROUPED_KERNELS:
-        k, v = repeat_heads(k, q), repeat_heads(v, q)
-    ends = None if batch.tree is None else batch.tree.ends
-    out: Tensor = document_attention(q, k, v, batch.cu_seqlens, window, ends)[0]
-    return out.to(q.dtype)
+        return _by_sdpa(q, k, v, bounds, limits)
+    k, v = (_supported(x, q) for x in (k, v))
+    if bounds is None:
+        return _over_runs(None, q, k, v, Runs.whole(q, k, len(k)))
+    ends = None if bounds.tree is None else bounds.tree.ends
+    out, lse = document_attention(q, k, v, bounds.cu_seqlens, limits.window, ends, limits.causal)
+    return out, lse
+
+
+def backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> Gradients:
+    """Gradients of the kernel `loop` on a CPU; see `Backend`."""
+    q, k, v, *results = saved
+    own = Saved(q, _supported(k, q), _supported(v, q), *results)
+    if bounds is None:
+        dq, dk, dv = _gradients_over_runs(None, upstream, own, Runs.whole(q, k, len(k)))
+    else:
+        ends = None if bounds.tree is None else bounds.tree.ends
+        dq, dk, dv = _document_gradients(upstream, own, bounds.cu_seqlens, limits.window, ends, limits.causal)
+    return dq, sum_repeated(dk, k), sum_repeated(dv, v)
+
+
+def _supported(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with as many heads as the kernels take."""
+    return x if GROUPED_KERNELS else repeat_heads(x, q)
+
+
+def _documents(cu_seqlens: Tensor, slots: int, causal: bool) -> Runs:
+    """The runs of documents with these starts."""
+    starts: list[int] = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != slots:
+        raise ValueError(
+            f"cu_seqlens must go from 0 to {slots:,}, the tokens of q; got {starts[0]} … {starts[-1]}"
+        )
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    return Runs.of(lengths, lengths, causal)
 
 
 def _tiles(q: Tensor, k: Tensor, before: int, window: int) -> Iterator[tuple[slice, slice]]:
@@ -81,38 +112,25 @@ def _tiles(q: Tensor, k: Tensor, before: int, window: int) -> Iterator[tuple[sli
 
 
 def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -> Tensor | None:
-    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent.
-
-    The first query has the position of key `before`.
-    """
+    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent."""
     if not before and queries.stop <= window:
         return None
     seen = tile_mask(queries, keys, before, window, like.device)
     return like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
-def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
-    """Slots of each document."""
-    starts: list[int] = cu_seqlens.tolist()
-    if starts[0] != 0 or starts[-1] != slots:
-        raise ValueError(
-            f"cu_seqlens must go from 0 to {slots:,}, the tokens of q; got {starts[0]} … {starts[-1]}"
-        )
-    return [stop - start for start, stop in pairwise(starts)]
-
-
-def _kernel_dtypes(found: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
+def _kernel_dtypes(runs: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
     """The dtype in which the kernel computes each run, for inputs of `dtype`."""
     visible = [
         run.length if window is None else min(run.length, max(window, TILE_TOKENS) + window - 1)
-        for run in found
+        for run in runs
     ]
     return [at_least_float32(dtype) if keys <= FLOAT32_TOKENS else dtype for keys in visible]
 
 
-def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _by_run(x: Tensor, runs: Sequence[Run], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """(T, H, D) → (documents, H, l, D) of each run in its dtype, with one cast for all runs."""
-    cast = {dtype: heads_first(x.to(dtype), found) for dtype in set(dtypes)}
+    cast = {dtype: heads_first(x.to(dtype), runs) for dtype in set(dtypes)}
     return [cast[dtype][index] for index, dtype in enumerate(dtypes)]
 
 
@@ -122,12 +140,12 @@ def _untiled(q: Tensor, k: Tensor, before: int, window: int) -> bool:
 
 
 def _attend(
-    window: int | None,
-    before: int,
     kernel: Callable[..., tuple[Tensor, ...]],
+    window: int | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    before: int,
 ) -> tuple[Tensor, ...]:
     """The results of `kernel` for a run, in tiles where keys are hidden; tensors are (documents, H, l, …).
 
@@ -144,21 +162,12 @@ def _attend(
     return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
 
-def _gradients(
-    window: int | None,
-    before: int,
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(window: int | None, before: int, upstream: Tensor, saved: Saved) -> Gradients:
     """Gradients of q, k and v of a run; tensors are (documents, H, l, …), `before` as in `_attend`."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q, k, v, out, lse = saved
     window = before + q.shape[2] if window is None else window
     if _untiled(q, k, before, window):
-        dq, dk, dv = kernel(upstream, q, k, v, out, lse, 0.0, before == 0)
+        dq, dk, dv = _kernel_backward(upstream, q, k, v, out, lse, 0.0, before == 0)
         return dq, dk, dv
     # Tiles have keys in common, whose gradients are summed.
     parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
@@ -166,12 +175,11 @@ def _gradients(
         band = _band(rows, columns, before, window, q)
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         part_lse = lse[:, :, rows].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`
-        found = kernel(
-            upstream[:, :, rows], *tile, out[:, :, rows], part_lse, 0.0, band is None, attn_mask=band
-        )
-        parts.append(found[0])
-        dk[:, :, columns] += found[1]
-        dv[:, :, columns] += found[2]
+        own = upstream[:, :, rows], *tile, out[:, :, rows], part_lse
+        of_queries, of_keys, of_values = _kernel_backward(*own, 0.0, band is None, attn_mask=band)
+        parts.append(of_queries)
+        dk[:, :, columns] += of_keys
+        dv[:, :, columns] += of_values
     return torch.cat(parts, dim=2), dk, dv
 
 
@@ -180,7 +188,7 @@ def _gradients(
     "multipack::document_attention",
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window, Tensor? ends=None)"
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window, Tensor? ends=None, bool causal=True)"
     " -> (Tensor, Tensor)",
 )
 def document_attention(
@@ -190,6 +198,7 @@ def document_attention(
     cu_seqlens: Tensor,
     window: int | None,
     ends: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention inside each document on a CPU, and its log-sum-exp.
 
@@ -200,42 +209,23 @@ def document_attention(
         cu_seqlens: (N + 1,) starts of the documents, or nodes, and T; empty ones are skipped.
         window: as for `attention`.
         ends: (T,) where documents share tokens, see `PackedTree`; None = they do not.
+        causal: as for `attention`.
 
     Returns:
         (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
         unrounded result.
     """
-    found = list(runs(_lengths(cu_seqlens, len(q))))
-    dtypes = _kernel_dtypes(found, window, q.dtype)
-    inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts = zip(*(_attend(window, 0, kernel, *each) for each in inputs), strict=True)
-    out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
-    for part in path_blocks(cu_seqlens, ends, window):
-        own = _of_block(part, window, (q,), (k, v))
-        more, more_lse = _attend(window, part.before, kernel, *own)
-        merge(out[part.rows], lse[part.rows], more[0].transpose(0, 1), more_lse[0].transpose(0, 1))
+    out, lse = _over_runs(window, q, k, v, _documents(cu_seqlens, len(q), causal))
+
+    def of_block(q: Tensor, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        return _over_runs(window, q, k, v, Runs.whole(q, k, before))
+
+    merge_blocks(of_block, path_blocks(cu_seqlens, ends, window), Saved(q, k, v, out, lse))
     return out, lse
 
 
-def _of_block(
-    part: PathBlock, window: int | None, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
-) -> list[Tensor]:
-    """(1, H, l, …) parts of tensors of queries and of keys, in the dtype in which the kernel computes them."""
-    (dtype,) = _kernel_dtypes([Run(1, part.columns.stop - part.columns.start)], window, of_keys[0].dtype)
-    cut = [*(x[part.rows] for x in of_queries), *(x[part.columns] for x in of_keys)]
-    return [x.to(dtype).transpose(0, 1)[None] for x in cut]
-
-
 @document_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    ends: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = at_least_float32(q.dtype)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
 
@@ -245,78 +235,75 @@ def _(
     mutates_args=(),
     device_types="cpu",
     schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt? window,"
-    " Tensor? ends) -> (Tensor, Tensor, Tensor)",
+    " Tensor? ends, bool causal) -> (Tensor, Tensor, Tensor)",
 )
-def _backward(
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    ends: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    found = list(runs(_lengths(cu_seqlens, len(q))))
-    dtypes = _kernel_dtypes(found, window, q.dtype)
-    tensors = (_by_run(x, found, dtypes) for x in (upstream, q, k, v, out))
-    parts = zip(
-        *(_gradients(window, 0, *each) for each in zip(*tensors, heads_first(lse, found), strict=True)),
-        strict=True,
-    )
-    dq, dk, dv = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
-    for part in path_blocks(cu_seqlens, ends, window):
-        above, query, outs, key, value = _of_block(part, window, (upstream, q, out), (k, v))
-        lses = lse[part.rows].transpose(0, 1)[None]
-        more = _gradients(window, part.before, above, query, key, value, outs, lses)
-        for total, place, each in zip(
-            (dq, dk, dv), (part.rows, part.columns, part.columns), more, strict=True
-        ):
-            total[place] += each[0].transpose(0, 1)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+def _backward(upstream: Tensor, *saved_and_bounds: Any) -> Gradients:
+    """`_document_gradients` in the dtypes of q, k and v."""
+    saved, bounds = Saved(*saved_and_bounds[:5]), saved_and_bounds[5:]
+    dq, dk, dv = _document_gradients(upstream, saved, *bounds)
+    return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype)
 
 
 @_backward.register_fake
-def _(
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    ends: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> Gradients:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def _document_gradients(
+    upstream: Tensor, saved: Saved, cu_seqlens: Tensor, window: int | None, ends: Tensor | None, causal: bool
+) -> Gradients:
+    """Gradients of q, k and v in float32 or float64; see `document_attention`."""
+    totals = _gradients_over_runs(window, upstream, saved, _documents(cu_seqlens, len(saved.q), causal))
+
+    def of_block(upstream: Tensor, saved: Saved, before: int) -> Gradients:
+        return _gradients_over_runs(window, upstream, saved, Runs.whole(saved.q, saved.k, before))
+
+    add_gradients(of_block, path_blocks(cu_seqlens, ends, window), upstream, saved, totals)
+    return totals
+
+
+def _over_runs(window: int | None, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """(Q, H, D) results and (Q, H) log-sum-exps, in float32 or float64."""
+    queries, keys, befores = runs
+    dtypes = _kernel_dtypes(keys, window, q.dtype)
+    inputs = zip(
+        _by_run(q, queries, dtypes), *(_by_run(x, keys, dtypes) for x in (k, v)), befores, strict=True
+    )
+    parts = zip(*(_attend(_kernel, window, *each) for each in inputs), strict=True)
+    out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
+    return out, lse
+
+
+def _gradients_over_runs(window: int | None, upstream: Tensor, saved: Saved, runs: Runs) -> Gradients:
+    """Gradients of q, k and v in float32 or float64."""
+    queries, keys, befores = runs
+    dtypes = _kernel_dtypes(keys, window, saved.q.dtype)
+    above, q, out = (_by_run(x, queries, dtypes) for x in (upstream, saved.q, saved.out))
+    k, v = (_by_run(x, keys, dtypes) for x in (saved.k, saved.v))
+    inputs = zip(befores, above, map(Saved, q, k, v, out, heads_first(saved.lse, queries)), strict=True)
+    parts = zip(*(_gradients(window, *each) for each in inputs), strict=True)
+    dq, dk, dv = (tokens_first(each).to(at_least_float32(saved.q.dtype)) for each in parts)
+    return dq, dk, dv
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.window, ends = inputs
+    q, k, v, cu_seqlens, ctx.window, ends, ctx.causal = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, ends)
 
 
 def _autograd_backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *saved, ends = ctx.saved_tensors
-    return (*_backward(upstream, *saved, ctx.window, ends), None, None, None)
+    return (*_backward(upstream, *saved, ctx.window, ends, ctx.causal), None, None, None, None)
 
 
 document_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits) -> tuple[Tensor, None]:
     """Attention by `scaled_dot_product_attention` on any device, without a device synchronization."""
-    grouped, found = k.shape[1] != q.shape[1], list(runs(batch.lengths))
-    paths = found
-    if batch.tree is not None:
-        found, paths = path_runs(batch.lengths, batch.tree.lengths_k)
-        k, v = gathered(k, v, batch)
+    grouped = k.shape[1] != q.shape[1]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> tuple[Tensor]:
         return (F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **mask),)
 
-    befores = [path.length - run.length for run, path in zip(found, paths, strict=True)]
-    inputs = zip(befores, heads_first(q, found), heads_first(k, paths), heads_first(v, paths), strict=True)
-    return tokens_first([_attend(window, before, kernel, *each)[0] for before, *each in inputs])
+    return by_runs(partial(_attend, kernel, limits.window), q, k, v, bounds, limits.causal)[0], None

@@ -1,4 +1,4 @@
-"""Masks, and the backend `dense` that uses one. All are computed from the first position that each position sees.
+"""Masks, and the kernel `dense` that uses one. All are computed from the first position that each position sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
     first visible    0 0 0 3 3          position i sees first[i] … i
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Limits
 
 Made = TypeVar("Made")
 
@@ -52,8 +53,8 @@ def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
     return first if window is None else torch.maximum(first, positions - (window - 1))
 
 
-def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
-    """The dense block-diagonal causal mask.
+def document_mask(batch: PackedBatch, window: int | None = None, causal: bool = True) -> Tensor:
+    """The dense block-diagonal mask; without `causal` all tokens of a document see each other.
 
     Returns:
         (T, T) bool on the batch's device: row i, column j is True where token i sees token j. T² bytes, 1 GiB
@@ -63,6 +64,8 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
         slots = torch.arange(batch.input_ids.shape[0], device=batch.cu_seqlens.device)
         return tree_sees(batch, window)(slots[:, None], slots)
     first = first_visible(batch, window)
+    if not causal:
+        return first[:, None] == first
     positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
     return (positions >= first[:, None]) & (positions <= positions[:, None])
 
@@ -152,10 +155,10 @@ def once_a_tensor(tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Made]
     return result
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """The backend `dense`: all pairs of tokens of the pack, most of them masked."""
+def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, limits: Limits) -> tuple[Tensor, None]:
+    """The kernel `dense`: all pairs of tokens of the pack, most of them masked."""
     grouped = k.shape[1] != q.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    mask = document_mask(batch, window)
+    mask = document_mask(batch, limits.window, limits.causal)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    return out.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1), None

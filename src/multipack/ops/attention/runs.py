@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Bounds, KeyBlock
 from multipack.ops.autocast import at_least_float32
 
 
@@ -25,39 +25,70 @@ class Run(NamedTuple):
     length: int
 
 
-def runs(lengths: Iterable[int]) -> Iterator[Run]:
-    """Runs of documents with these lengths, in order; empty documents are skipped."""
-    for length, equal in groupby(lengths):
-        if length:
-            yield Run(len(list(equal)), length)
-
-
-def path_runs(lengths: Iterable[int], paths: Iterable[int]) -> tuple[list[Run], list[Run]]:
-    """Runs of nodes of a tree with equal lengths and equally long paths: of their tokens, and of their paths."""
-    found, behind = list[Run](), list[Run]()
-    for (length, path), equal in groupby(zip(lengths, paths, strict=True)):
-        if length:
-            count = len(list(equal))
-            found.append(Run(count, length))
-            behind.append(Run(count, path))
-    return found, behind
-
-
-class PathBlock(NamedTuple):
-    """Queries of nodes, and keys of a node that they see.
+class Runs(NamedTuple):
+    """Runs of queries, and the runs of keys that they belong to.
 
     Attributes:
-        rows: slots of the queries.
-        columns: slots of the keys.
-        before: positions from the first key to the first query.
+        queries: runs of neighboring documents with equally many queries and equally many keys.
+        keys: the same documents' keys.
+        befores: position of the first query of each run among its keys; where there is no such key, every query sees
+            every key.
     """
 
-    rows: slice
-    columns: slice
-    before: int
+    queries: list[Run]
+    keys: list[Run]
+    befores: list[int]
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], paths: Iterable[int], causal: bool) -> Runs:
+        """Documents of these numbers of queries and of keys; those without queries are skipped."""
+        queries, keys = list[Run](), list[Run]()
+        for (length, path), equal in groupby(zip(lengths, paths, strict=True)):
+            if length:
+                count = len(list(equal))
+                queries.append(Run(count, length))
+                keys.append(Run(count, path))
+        pairs = zip(queries, keys, strict=True)
+        return cls(
+            queries, keys, [key.length - query.length if causal else key.length for query, key in pairs]
+        )
+
+    @classmethod
+    def whole(cls, q: Tensor, k: Tensor, before: int) -> Runs:
+        """All queries and all keys as one document."""
+        return cls([Run(1, len(q))], [Run(1, len(k))], [before])
 
 
-def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> Iterator[PathBlock]:
+def by_runs(
+    attend: Callable[..., tuple[Tensor, ...]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Bounds,
+    causal: bool = True,
+) -> tuple[Tensor, ...]:
+    """The (T, H, …) results of a function for all runs of documents.
+
+    Args:
+        attend: (q, k, v, before) → results; tensors are (documents, H, l, …), and `before` is one of `Runs`.
+        q: (T, H, D).
+        k: (S, K, D).
+        v: (S, K, V).
+        bounds: documents; None = every query belongs to every key.
+        causal: see `Limits`.
+    """
+    if bounds is None:
+        runs = Runs.whole(q, k, len(k))
+    else:
+        paths = bounds.lengths if bounds.tree is None else bounds.tree.lengths_k
+        runs = Runs.of(bounds.lengths, paths, causal)
+        k, v = gathered(k, v, bounds)
+    queries, keys, befores = runs
+    inputs = zip(heads_first(q, queries), heads_first(k, keys), heads_first(v, keys), befores, strict=True)
+    return tuple(map(tokens_first, zip(*(attend(*each) for each in inputs), strict=True)))
+
+
+def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> Iterator[KeyBlock]:
     """What queries of nodes see of the nodes before theirs: nothing without `ends`, which are of `PackedTree`.
 
     All nodes behind a node are neighbors, and see all its keys: one block. With a window each node has one with
@@ -74,14 +105,14 @@ def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> 
         position = path[-1][3] + path[-1][1] - path[-1][0] if path else 0
         if window is None:
             if end > stop > start:
-                yield PathBlock(slice(stop, end), slice(start, stop), stop - start)
+                yield KeyBlock(slice(stop, end), slice(start, stop), stop - start)
         else:
             for first, last, _, place in path:
                 hidden = max(0, position - place - window + 1)
                 before = position - place - hidden
                 rows = min(stop - start, last - first - hidden + window - 1 - before)
                 if rows > 0:
-                    yield PathBlock(slice(start, start + rows), slice(first + hidden, last), before)
+                    yield KeyBlock(slice(start, start + rows), slice(first + hidden, last), before)
         path.append((start, stop, end, position))
 
 
@@ -96,18 +127,11 @@ def tiles(q: Tensor, k: Tensor, before: int, window: int | None, size: int) -> I
         yield slice(start, stop), slice(first, min(k.shape[2], before + stop))
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the result over other keys into `out` (Q, H, D) and `lse` (Q, H), in place; see ops/partial.py."""
-    total = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
-
-
-def gathered(k: Tensor, v: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def gathered(k: Tensor, v: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
     """Keys and values (S, …) in the order of the bounds of keys; where no tokens are shared, as they are."""
-    if batch.tree is None:
+    if bounds is None or bounds.tree is None:
         return k, v
-    slots = batch.tree.key_slots
+    slots = bounds.tree.key_slots
     return _Gather.apply(k, slots), _Gather.apply(v, slots)  # type: ignore[no-untyped-call]
 
 
@@ -128,7 +152,7 @@ class _Gather(torch.autograd.Function):
         return total.index_add_(0, slots, upstream.to(wide)).to(upstream.dtype), None
 
 
-def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
+def heads_first(x: Tensor, runs: Sequence[Run]) -> list[Tensor]:
     """(T, H, …) → (documents, H, l, …) of each run: views in the layout of torch's kernels.
 
     A contiguous (T, H) tensor of log-sum-exps gives views stored as (documents, l, H), which torch's CPU kernel writes.
@@ -136,19 +160,26 @@ def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
     gradients for another one without an error.
     """
     # One split for all runs: a slice per run would cost more operators, and in autograd a gradient of T rows each.
-    pieces = x.transpose(0, 1)[None].split_with_sizes([run.documents * run.length for run in found], dim=2)
+    pieces = x.transpose(0, 1)[None].split_with_sizes([run.documents * run.length for run in runs], dim=2)
     return [
         piece if run.documents == 1 else torch.unflatten(piece[0], 1, run).transpose(0, 1)
-        for piece, run in zip(pieces, found, strict=True)
+        for piece, run in zip(pieces, runs, strict=True)
     ]
 
 
 def tokens_first(parts: Iterable[Tensor]) -> Tensor:
     """(documents, H, l, …) of each run → (T, H, …)."""
-    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """(T, K, D) → (T, H, D): each key head once for every query head that reads it."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
+    """(T, H, D) gradient of `repeat_heads` → (T, K, D): the sum over the query heads that read a key head of x."""
+    groups = grad.shape[1] // x.shape[1]
+    return grad if groups == 1 else torch.unflatten(grad, 1, (-1, groups)).sum(2)

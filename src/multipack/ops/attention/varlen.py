@@ -1,58 +1,55 @@
-"""Backends whose kernels take `cu_seqlens`: FlashAttention-3, torch's own and xFormers.
+"""Kernels that take `cu_seqlens`: FlashAttention as torch calls it, and xFormers.
 
-All run on GPUs, in half precision, and skip masked pairs. Arguments are those of `attention`. The windows of
-FlashAttention-3 and torch count the tokens before the query; `window` also counts the query. With other bounds of keys
-than of queries, the bounds of paths, all align the last query with the last key.
+All run on GPUs, in half precision, and skip masked pairs. Where queries and keys have different bounds, as nodes and
+their paths do, all align the last query with the last key.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch
+from multipack.ops.attention.kernel import Bounds, Gradients, Limits, Saved
 from multipack.ops.attention.masks import once_a_batch
 from multipack.ops.attention.runs import gathered, repeat_heads
 
 
-def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
-    from flash_attn_interface import flash_attn_varlen_func
+def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 (Dao 2023, arXiv:2307.08691), or the version that torch activated in its place."""
+    import torch.nn.attention.varlen  # registers its operators
 
-    out = flash_attn_varlen_func(
-        q, *gathered(k, v, batch), *_bounds(batch), causal=True, window_size=_left_and_right(window)
+    # The operator under `varlen_attn`, which in torch 2.11 refuses fewer key heads.
+    out, lse, _state = torch.ops.torch_attn._varlen_attn(
+        q, *gathered(k, v, bounds), *_bounds(bounds, q, k), **_causal(limits)
     )
-    # Some versions also return the log-sum-exp.
-    result: Tensor = out[0] if isinstance(out, tuple) else out
-    return result
+    return out, lse.transpose(0, 1)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as torch ships it; (n, 0) as its window makes it causal."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    inputs, window_size = (q, *gathered(k, v, batch), *_bounds(batch)), _left_and_right(window)
-    if "enable_gqa" not in (varlen_attn.__kwdefaults__ or {}):  # torch 2.11, whose function refuses K < H
-        operator = torch.ops.torch_attn._varlen_attn
-        causal = window is None
-        found = operator(*inputs, is_causal=causal, window_size=list(window_size))
-        return cast("Tensor", found[0])
-    grouped = k.shape[1] != q.shape[1]
-    result = varlen_attn(*inputs, window_size=window_size, enable_gqa=grouped)
-    return cast("Tensor", result)
+def flash_backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> Gradients:
+    """Gradients of `flash`, where no tokens are shared."""
+    q, k, v, out, lse = saved
+    of_out, output = (x.to(q.dtype).contiguous() for x in (upstream, out))
+    tensors = of_out, q, k, v, output, lse.transpose(0, 1).contiguous()
+    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of its generator: there is none
+    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+        *tensors, *_bounds(bounds, q, k), **_causal(limits), rng_state=dropout
+    )
+    return dq.float(), dk.float(), dv.float()
 
 
-def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, limits: Limits) -> tuple[Tensor, None]:
     """Memory-efficient attention of xFormers with a block-diagonal mask, whose window includes the query."""
     from xformers.ops import memory_efficient_attention
 
+    window = limits.window
     bias = once_a_batch(batch, ("xformers", window), lambda: xformers_mask(batch, window, q.device))
     keys, values = gathered(k, v, batch)
     query, key, value = (x.unsqueeze(0) for x in (q, repeat_heads(keys, q), repeat_heads(values, q)))
     result: Tensor = memory_efficient_attention(query, key, value, attn_bias=bias)
-    return result.squeeze(0)
+    return result.squeeze(0), None
 
 
 def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) -> object:
@@ -70,13 +67,19 @@ def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) 
     return blocks.make_local_attention_from_bottomright(window)
 
 
-def _bounds(batch: PackedBatch) -> tuple[Tensor, Tensor, int, int]:
-    """Bounds of queries and of their keys, and the longest document, node or path of each."""
-    if batch.tree is None:
-        return batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen
-    return batch.cu_seqlens, batch.tree.cu_seqlens_k, batch.max_seqlen, batch.tree.max_seqlen_k
+def _bounds(bounds: Bounds, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Starts of queries and of their keys, and the most tokens of each in a document."""
+    if bounds is None:  # [0, n], made on the device without a synchronization
+        starts = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (len(q), len(k))]
+        return starts[0], starts[1], len(q), len(k)
+    if bounds.tree is None:
+        return bounds.cu_seqlens, bounds.cu_seqlens, bounds.max_seqlen, bounds.max_seqlen
+    return bounds.cu_seqlens, bounds.tree.cu_seqlens_k, bounds.max_seqlen, bounds.tree.max_seqlen_k
 
 
-def _left_and_right(window: int | None) -> tuple[int, int]:
-    """Number of tokens that a query sees before and after itself; −1 = all."""
-    return (-1 if window is None else window - 1), 0
+def _causal(limits: Limits) -> dict[str, Any]:
+    """Arguments of torch's operators. Their windows count the tokens before and after a query; −1 = all."""
+    before = -1 if limits.window is None else limits.window - 1
+    # As `varlen_attn` calls them: a causal window has no separate flag.
+    is_causal = limits.causal and limits.window is None
+    return {"is_causal": is_causal, "window_size": [before, 0 if limits.causal else -1]}

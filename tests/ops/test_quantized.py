@@ -1,4 +1,4 @@
-"""NF4: levels and blocks as the paper defines them, values as in bitsandbytes, products without saved matrices."""
+"""Frozen formats: values as their papers define them and as in bitsandbytes, products without saved matrices."""
 
 from pkgutil import resolve_name
 from statistics import NormalDist
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from multipack.ops.int8 import Int8
 from multipack.ops.nf4 import LEVELS, Nf4
 from multipack.ops.quantized import linear
 from multipack.shapes.formats import FORMATS, FormatName
@@ -15,9 +16,10 @@ from multipack.shapes.formats import FORMATS, FormatName
 
 @pytest.fixture
 def weight():
-    """Of 480 blocks: one whole block of 256 scales, and a part of one. A block is 0."""
+    """Of 480 blocks: one whole block of 256 scales, and a part of one. A block and a row are 0."""
     found = torch.randn(96, 320, generator=torch.Generator().manual_seed(1))
     found[3, 64:128] = 0
+    found[5] = 0
     return found
 
 
@@ -92,15 +94,28 @@ def test_parts_are_parts_of_the_whole(weight, rows, columns):
         assert torch.equal(whole[rows].to(torch.float32), part.to(torch.float32))
 
 
-def test_products_save_only_bytes(weight):
-    found, draw = Nf4.quantize(weight), torch.Generator().manual_seed(2)
+def test_values_of_int8_equal_the_definition(weight):
+    found = Int8.quantize(weight[:24, :36])
+    exact = weight[:24, :36].double().numpy()
+    absmax = np.abs(exact).max(1, keepdims=True)
+    codes = np.rint(127 * exact / np.where(absmax > 0, absmax, 1))
+    np.testing.assert_array_equal(found.codes.view(torch.int8).numpy(), codes)
+    assert found.codes.dtype == found.steps.dtype == torch.uint8
+    held = found.codes.numel() + found.steps.numel()
+    assert held == 24 * 36 + 4 * 24
+    np.testing.assert_allclose(found.to(torch.float64).numpy(), codes * absmax / 127, atol=1e-6)
+    assert torch.equal(found[slice(4, 9)].to(torch.float32), found.to(torch.float32)[4:9])
+
+
+@pytest.mark.parametrize("kind", [Nf4, Int8])
+def test_products_save_only_bytes(weight, kind):
+    found, draw = kind.quantize(weight), torch.Generator().manual_seed(2)
     x = torch.randn(7, 320, generator=draw, requires_grad=True)
     bias, saved = torch.randn(96, generator=draw), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
         out = linear(x, found, bias)
-    assert {each.data_ptr() for each in saved} == {
-        each.data_ptr() for each in (found.codes, found.scales, found.steps)
-    }
+    parts = [each for each in (found.codes, found.scales, found.steps) if each is not None]
+    assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in parts}
     expected = torch.nn.functional.linear(x, found.to(torch.float32), bias)
     gradient = torch.randn(7, 96, generator=draw)
     torch.testing.assert_close(out, expected)

@@ -1,0 +1,118 @@
+"""What an attention kernel takes and returns, and how results over parts of the keys merge.
+
+    sⱼ = q·kⱼ/√D      lse = log Σⱼ exp(sⱼ)      out = Σⱼ exp(sⱼ − lse) vⱼ
+
+Results over disjoint keys merge by their log-sum-exps:
+
+    lse = log(exp(lse₁) + exp(lse₂))            out = exp(lse₁ − lse) out₁ + exp(lse₂ − lse) out₂
+
+Given `out` and `lse` over all keys, a key's probability is pⱼ = exp(sⱼ − lse), so each part of the keys contributes to
+the gradient independently (Dao et al. 2022, arXiv:2205.14135, section B.2; ∂x is the gradient with respect to x):
+
+    ∂vⱼ = Σ pⱼ ∂out        ∂sⱼ = pⱼ (∂out·vⱼ − ∂out·out)        ∂q = Σⱼ ∂sⱼ kⱼ/√D        ∂kⱼ = Σ ∂sⱼ q/√D
+
+(sums without an index run over queries). Nodes of trees merge so with the nodes before them, and context ranks merge
+their keys with the keys of other ranks: a `KeyBlock` has queries and earlier keys that they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multipack.data.packs.batch import Movable, PackedBatch
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
+
+
+class Limits(NamedTuple):
+    """What limits the keys that a query sees, and its scores.
+
+    Attributes:
+        window: tokens that each position sees, itself included; None = its whole document.
+        cap: c of the scores s, which become c · tanh(s / c); None = no bound.
+        causal: whether no query sees a key behind it.
+    """
+
+    window: int | None = None
+    cap: float | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class Pieces(Movable):
+    """Documents that are bounds alone, under the names of `PackedBatch`."""
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    max_seqlen: int
+    tree: None = None
+
+
+Bounds = PackedBatch | Pieces | None
+"""Documents; None = every query belongs to every key."""
+
+
+class KeyBlock(NamedTuple):
+    """Queries, and keys that they see.
+
+    Attributes:
+        rows: slots of the queries.
+        columns: places of the keys.
+        before: positions from the first key to the first query.
+    """
+
+    rows: slice
+    columns: slice
+    before: int
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads: its inputs, and results, which may be merged with those over other keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def of(self, block: KeyBlock) -> Saved:
+        """The part of a block."""
+        rows, columns, _ = block
+        return Saved(self.q[rows], self.k[columns], self.v[columns], self.out[rows], self.lse[rows])
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the result over other keys into `out` (Q, H, D) and `lse` (Q, H), in place."""
+    total = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def merge_blocks(
+    forward: Callable[..., tuple[Tensor, Tensor]], blocks: Iterable[KeyBlock], saved: Saved
+) -> None:
+    """Merge the results of blocks of `saved` into its `out` and `lse`; forward(q, k, v, before) → out, lse."""
+    for block in blocks:
+        q, k, v, out, lse = saved.of(block)
+        merge(out, lse, *forward(q, k, v, block.before))
+
+
+def add_gradients(
+    backward: Callable[..., Gradients],
+    blocks: Iterable[KeyBlock],
+    upstream: Tensor,
+    saved: Saved,
+    totals: Gradients,
+) -> None:
+    """Add the gradients of blocks to those of q, k and v; backward(gradient of out, saved, before) → gradients."""
+    for block in blocks:
+        more = backward(upstream[block.rows], saved.of(block), block.before)
+        places = block.rows, block.columns, block.columns
+        for total, place, gradient in zip(totals, places, more, strict=True):
+            total[place] += gradient
