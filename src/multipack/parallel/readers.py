@@ -32,7 +32,7 @@ from multipack.parallel.mesh import Mesh
 
 ALIGNMENT = 8
 """Bytes to whose multiple every tensor begins in a message: those of the widest dtype."""
-_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 """Dtypes of a batch's tensors."""
 

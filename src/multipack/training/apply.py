@@ -131,7 +131,7 @@ class StepApplier:
 
     def diverged(self, what: str, documents: list[int]) -> NoReturn:
         """Raise NonFiniteLoss with a message on `what`, and the names of these documents."""
-        names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
+        names = [f"{number} ({self.feed.name(number)})" for number in documents[:20]]
         more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
         of = f" Its documents: {', '.join(names)}{more}." if names else ""
         raise NonFiniteLoss(

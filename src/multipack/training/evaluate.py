@@ -252,7 +252,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 def _objective(request: EvaluationRequest, corpus: Corpus) -> Objective:
     """Next-token prediction, or for pairs the run's preferences, with the model that they are compared with."""
     config = request.config
-    if not corpus.validation.store.has_pairs:
+    if corpus.validation.store.item_size == 1:
         config.preference = PreferenceConfig()
     objective = objective_of(config, corpus)
     needed = isinstance(objective, Preferences) and objective.loss.uses_reference

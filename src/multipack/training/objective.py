@@ -154,7 +154,7 @@ class Preferences(Objective):
     def check(self) -> None:
         """See `Objective`."""
         train, parallel, preference = self.config.train, self.config.parallel, self.config.preference
-        self.loss = find_loss(preference.loss, "labels" if self.corpus.train.store.has_labels else "pairs")
+        self.loss = find_loss(preference.loss, self.corpus.train.store.kind)
         check_options(self.loss, preference.changed(), preference.reference)
         self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
         for name in ("pipeline", "context"):
@@ -273,7 +273,7 @@ class Preferences(Objective):
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise ValueError(
-                f"the reference model gives {documents.names(first)} the log-probabilities {values[first].tolist()}:"
+                f"the reference model gives {documents.name(first)} the log-probabilities {values[first].tolist()}:"
                 " look at its weights (preference.reference, train.init_from)"
             )
         return values
@@ -349,5 +349,5 @@ def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, 
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    pairs = corpus.arriving is None and corpus.train.store.has_pairs
+    pairs = corpus.arriving is None and corpus.train.store.item_size > 1
     return (Preferences if pairs else Objective)(config, corpus)
