@@ -40,7 +40,7 @@ run-test-all: kernels
 
 # Once, for all processes of tests: numba keeps them on disk.
 kernels: $(VENV)/.installed-dev
-	$(BIN)/python -c "import numpy; from multipack import plan; plan(numpy.arange(1, 7), capacity=8, packs_per_step=2, window=2).deal(0, 2)"
+	$(BIN)/python tests/compile_kernels.py
 
 # One test at a time, in the order that the plugin gives them.
 test-share: kernels

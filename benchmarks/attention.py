@@ -15,7 +15,6 @@ of a GPU to results/attention_cuda.json.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from multipack.data.packs.collate import PackedCollator, pad_documents
 from multipack.data.views.documents import Document
 from multipack.ops.attention import BACKENDS, attention, select
 from multipack.ops.attention.table import Request
-from result import RESULTS, parser_of, write_result
+from result import RESULTS, by_turns, device_name, median_ratio, parser_of, write_result
 
 OPTIONS: dict[str, tuple[int, str]] = {
     "tokens": (8192, "T, tokens in the pack"),
@@ -91,38 +90,25 @@ def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, with
     return [*ways, Way("padded", rows, partial(attention, batch=padded, backend="loop", window=window))]
 
 
-def timed(way: Way, backward: bool) -> float:
-    """Seconds of one call, and of its way back."""
-    device = way.inputs[0].device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-    began = time.process_time()
+def call(way: Way, backward: bool) -> None:
+    """One call, and its way back."""
     with torch.set_grad_enabled(backward):
         out = way.run(*way.inputs)
     if backward:
         torch.autograd.grad(out, way.inputs, out)
-    if device.type == "cuda":
-        stop.record()
-        torch.cuda.synchronize(device)
-        return start.elapsed_time(stop) / 1e3
-    return time.process_time() - began
 
 
 def measure(ways: list[Way], repeats: int, backward: bool) -> dict[str, dict[str, float]]:
     """Median seconds of each way, and its ratio to the first, over repetitions in which they alternate."""
-    for way in ways:  # compiles, allocates
-        for _ in range(3 if way.inputs[0].is_cuda else 1):
-            timed(way, backward)
-    rounds = [{way.name: timed(way, backward) for way in ways} for _ in range(repeats)]
-    first, median = ways[0].name, statistics.median
+    device, first = str(ways[0].inputs[0].device), ways[0].name
+    calls = {way.name: partial(call, way, backward) for way in ways}
+    found = by_turns(calls, repeats, device, unmeasured=3 if device.startswith("cuda") else 1)
     return {
         name: {
-            "median_seconds": median(times[name] for times in rounds),
-            f"ratio_to_{first}": median(times[name] / times[first] for times in rounds),
+            "median_seconds": statistics.median(seconds),
+            f"ratio_to_{first}": median_ratio(seconds, found[first]),
         }
-        for name in rounds[0]
+        for name, seconds in found.items()
     }
 
 
@@ -159,7 +145,7 @@ def main() -> None:
     ways = make_ways(inputs, lengths, options.window or None, options.without)
     on_gpu = device.type == "cuda"
     result = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": device_name(options.device),
         **{name: value for name, value in vars(options).items() if name not in ("device", "without", "out")},
         "longest": max(lengths),
         "mean": options.tokens / len(lengths),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,9 @@ from numpy.typing import NDArray
 
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.planning.packing import pack
-from result import parser_of, write_result
+from result import DOCS, parser_of, write_between, write_result
 
 Integers = NDArray[np.int64]
-PAGE = Path(__file__).parents[1] / "docs" / "parallel" / "reading.md"
-MARKS = ("<!-- draws: begin -->", "<!-- draws: end -->")
 CAPACITY, MEAN_LOG, SPREAD_LOG = 4096, 5.8, 0.9
 WAYS = {"with replacement": True, "own shuffles": False}
 
@@ -141,9 +138,7 @@ def main() -> None:
     print(text)
     write_result(options.out, {"documents": options.documents, "epochs": options.epochs, "rows": rows})
     if options.page:
-        page = PAGE.read_text()
-        before, after = page[: page.index(MARKS[0])], page[page.index(MARKS[1]) :]
-        PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{after}")
+        write_between(DOCS / "parallel" / "reading.md", "draws", text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/generate.py --repeats 5
 
 Greedy, float32, one thread, CPU time of this process; ratios are medians over repetitions in which the two ways take
-turns. Both write the same tokens, which is checked. On a GPU (`--device cuda`) wall time after synchronizing;
+turns. Both write the same tokens, which is checked. On a GPU (`--device cuda`) the device's own time;
 `--dtype bf16` runs under autocast. Results go to results/generate.json.
 """
 
@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate
 from multipack.shapes import ModelShape
-from result import parser_of, write_result
+from result import by_turns, device_name, parser_of, write_result
 
 SHAPES = {
     "default": ModelShape(vocabulary_size=2048),
@@ -30,32 +27,18 @@ SHAPES = {
 }
 
 
-def seconds(work: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """CPU seconds of the process; on a GPU, wall seconds until the device is done."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    began = clock()
-    made = work()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return clock() - began, made
-
-
 def measure(model: Decoder, options: argparse.Namespace) -> dict[str, float]:
     """Median seconds of both ways, and the median of their ratio; one round is not counted."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 2048, (options.prompt_tokens,), generator=generator).tolist()
-    rounds = []
-    for _ in range(options.repeats + 1):
-        found = {}
-        for name, use_cache in (("cached", True), ("uncached", False)):
-            write = partial(generate, model, prompt, options.new_tokens, temperature=0, use_cache=use_cache)
-            found[name] = seconds(write, options.device)
-        # bfloat16 rounds by the shape of a product, and near ties fall either way.
-        if options.dtype == "fp32" and found["cached"][1] != found["uncached"][1]:
-            raise AssertionError("the cache changes what is written")
-        rounds.append({name: spent for name, (spent, _) in found.items()})
-    ratios = [each["uncached"] / each["cached"] for each in rounds[1:]]
-    medians = {name: statistics.median(each[name] for each in rounds[1:]) for name in rounds[0]}
+    write = partial(generate, model, prompt, options.new_tokens, temperature=0)
+    ways = {"cached": partial(write, use_cache=True), "uncached": partial(write, use_cache=False)}
+    # bfloat16 rounds by the shape of a product, and near ties fall either way.
+    if options.dtype == "fp32" and ways["cached"]() != ways["uncached"]():
+        raise AssertionError("the cache changes what is written")
+    found = by_turns(ways, options.repeats, options.device)
+    ratios = [slow / fast for slow, fast in zip(found["uncached"], found["cached"], strict=True)]
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     return {**medians, "ratio": statistics.median(ratios), "least_ratio": min(ratios)}
 
 
@@ -83,9 +66,9 @@ def main() -> None:
             flush=True,
         )
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    clock = "CPU seconds of the process" if options.device == "cpu" else "wall seconds"
-    device = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
-    write_result(options.out, {"rows": rows, **settings, "clock": clock, "device_name": device})
+    clock = "CPU seconds of the process" if options.device == "cpu" else "CUDA events"
+    name = device_name(options.device)
+    write_result(options.out, {"rows": rows, **settings, "clock": clock, "device_name": name})
 
 
 if __name__ == "__main__":

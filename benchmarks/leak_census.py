@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,9 +36,9 @@ from multipack.integrations.collator import PackedDataCollator, windows_of
 from multipack.models.probe import isolation_probe
 from multipack.models.probe_batch import transformers_batch
 from multipack.models.tiny_models import tiny_model
-from result import parser_of, write_result
+from result import DOCS, parser_of, write_result
 
-PAGE = Path(__file__).parents[1] / "docs" / "leak-census.md"
+PAGE = DOCS / "leak-census.md"
 SECONDS, BYTES, PARAMETERS = 60, 12 << 30, 20_000_000
 """Limits of each model."""
 ATTENTIONS = ("eager", "sdpa", "multipack")

@@ -9,23 +9,21 @@ float32's; above 1, float32 is faster. Results go to results/precision.json.
 
 from __future__ import annotations
 
-import statistics
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from result import parser_of, write_result
+from result import by_turns, median_ratio, parser_of, write_result
 
 
-def seconds(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> float:
-    """Time to attend to all documents in `dtype` and back."""
-    began = time.perf_counter()
+def attend(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> None:
+    """Attend to all documents in `dtype` and back."""
     for q, k, v in parts:
         out = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True)
         torch.autograd.grad(out.to(q.dtype).sum(), (q, k, v))
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -44,11 +42,9 @@ def main() -> None:
             tuple(torch.randn(size).bfloat16().requires_grad_() for _ in range(3))
             for _ in range(options.tokens // length)
         ]
-        pairs = [
-            (seconds(parts, torch.bfloat16), seconds(parts, torch.float32))
-            for _ in range(options.repeats + 1)
-        ]
-        ratio = statistics.median(half / full for half, full in pairs[1:])
+        ways = {name: partial(attend, parts, getattr(torch, name)) for name in ("bfloat16", "float32")}
+        found = by_turns(ways, options.repeats, clock=time.perf_counter)
+        ratio = median_ratio(found["bfloat16"], found["float32"])
         print(f"{length:>6,} tokens a document: bfloat16 takes {ratio:.2f} × the time of float32", flush=True)
         rows.append({"length": length, "bfloat16_over_float32": ratio})
     write_result(options.out, {"rows": rows, "heads": options.heads, "head_width": options.head_width})

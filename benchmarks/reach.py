@@ -14,19 +14,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from multipack.imports.imported import Imported, import_axolotl
-from result import parser_of, write_result
+from multipack.imports.imported import Imported, translate_keys
+from result import DOCS, parser_of, write_between, write_result
 
 EXAMPLES = Path(__file__).parents[1].parent / "shared" / "data" / "axolotl" / "examples.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "axolotl.md"
-BEGIN, END = "<!-- reach: begin -->", "<!-- reach: end -->"
 ASKED = 0.6
 
 
 def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures over configurations with `path` and `config`."""
     found = {
-        each["path"]: import_axolotl(each["config"])
+        each["path"]: translate_keys(each["config"])
         for each in examples
         if each["config"].get("sample_packing")
     }
@@ -41,7 +39,7 @@ def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
         "more_bits_of_products": sum(map(_has_other_products, resolved.values())),
         "share": round(len(resolved) / max(len(found), 1), 4),
         "unpacked": sum(
-            not import_axolotl(each["config"]).lacking
+            not translate_keys(each["config"]).lacking
             for each in examples
             if not each["config"].get("sample_packing")
         ),
@@ -105,9 +103,7 @@ def main() -> None:
     figures = count([json.loads(line) for line in options.examples.open()])
     print(page(figures))
     write_result(options.out, figures)
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page(figures)}\n{END}{rest.partition(END)[2]}")
+    write_between(DOCS / "axolotl.md", "reach", page(figures))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,52 @@
-"""How many slots shared beginnings save, and how long 1 G tokens take to sort.
+"""What sharing common beginnings gains: slots, steps, and how long 1 G tokens take to sort.
 
-    python benchmarks/shared_prefixes.py --data ../shared/data
+    python benchmarks/shared_prefixes.py --data ../shared/data          # every table
+    python benchmarks/shared_prefixes.py --table steps --layers 3 --width 192
 
-Rows: InstructLab as plain fine-tuning, in random packs of 32,768 bytes (data.share_prefixes=all); the 300 preference
-pairs (pairs); groups of eight documents that begin with one question of GSM8K and go on with answers of others
-(groups). Each is planned as in training, with bytes as tokens: `computed` are the real tokens over the slots that items
-take, `efficiency` those over all slots of full packs, and `most` follows from the proven bound. The sort is timed with
-random documents of 200 tokens behind one of 16 prompts of 60 tokens. Results go to results/shared_prefixes.json.
+slots   InstructLab as plain fine-tuning, in random packs of 32,768 bytes (data.share_prefixes=all); the 300 preference
+        pairs (pairs); groups of eight documents that begin with one question of GSM8K and go on with answers of others
+        (groups). Each is planned as in training, with bytes as tokens: `computed` are the real tokens over the slots
+        that items take, `efficiency` those over all slots of full packs, and `most` follows from the proven bound
+sort    random documents of 200 tokens behind one of 16 prompts of 60 tokens
+steps   a decoder trained on packs that share and on packs that do not, alternating in one process: collator, forward,
+        backward and optimizer. A row has groups of documents that begin with one prompt, whose completions are
+        targets. The token ratio is that of slots; the ratio over it is 1 where a slot costs the same, and less where
+        attention is a large part, which keeps the pairs of a completion and its prompt. In the last row no documents
+        begin alike: a collator that looks for common beginnings is compared with one that does not, and the batches
+        are equal. CPU seconds, for busy machines; of all rounds the fastest counts, and the median of the ratios of
+        rounds is given beside it
+
+Results go to results/shared_prefixes.json; of tables that are left out the file keeps the last ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from multipack.data.packs.collate import PackedCollator
 from multipack.data.stores.prepare import prepare
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import DataConfig, TokenizerConfig
 from multipack.data.views.common_prefix import common_prefixes, cut, shared, sort_by_tokens
-from multipack.data.views.documents import Documents
+from multipack.data.views.documents import Document, Documents
 from multipack.data.views.shared_prefixes import SharedPrefixes
+from multipack.models.decoder import Decoder
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report
-from result import parser_of, write_result
+from multipack.shapes import ModelShape
+from result import by_turns, median_ratio, parser_of, write_result
 
 CAPACITY = 32_768
 GROUP = 8
@@ -102,38 +118,122 @@ def sorting(tokens: int) -> dict[str, float]:
         again = shared(common_prefixes(*each, order), 16)
         cut(each[2][order], again, CAPACITY // 4)
     taken = time.process_time() - cpu
-    return {
+    found = {
         "tokens": count * LENGTH,
         "seconds": time.perf_counter() - began,
         "cpu_seconds": taken,
         "cpu_seconds_of_1e9_tokens": taken * 1e9 / (count * LENGTH),
     }
+    print(f"{count * LENGTH:,} tokens sorted in {taken:.2f} CPU seconds")
+    return found
 
 
-def main() -> None:
-    """Measure all rows, and write them."""
-    parser = parser_of(__doc__, "shared_prefixes")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with text/")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens to sort")
-    arguments = parser.parse_args()
+def slots(options: argparse.Namespace) -> dict[str, Any]:
+    """What plans of the real records reach."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for name, records in (("pairs", pairs), ("groups", groups)):
-            lines = (json.dumps(record) + "\n" for record in records(arguments.data))
+            lines = (json.dumps(record) + "\n" for record in records(options.data))
             (folder / f"{name}.jsonl").write_text("".join(lines))
-        rows["InstructLab"] = planned(
-            arguments.data / "text" / "instructlab_sdg_6000.jsonl.gz", "all", folder
-        )
+        real = options.data / "text" / "instructlab_sdg_6000.jsonl.gz"
+        rows["InstructLab"] = planned(real, "all", folder)
         rows["300 preference pairs"] = planned(folder / "pairs.jsonl", "pairs", folder)
         rows["GSM8K in groups of eight"] = planned(folder / "groups.jsonl", "groups", folder)
     for name, row in rows.items():
         print(
             f"{name}: {row['computed']:.3f} computed, {row['efficiency']:.3f} of all slots, at most {row['most']:.3f}"
         )
-    result = {"rows": rows, "sort": sorting(arguments.tokens)}
-    print(result["sort"])
-    write_result(arguments.out, result)
+    return rows
+
+
+class Row(NamedTuple):
+    """Groups of documents: their number, documents in each, and tokens of the prompt and of a completion."""
+
+    name: str
+    groups: int
+    documents: int
+    prompt: int
+    completion: int
+
+
+ROWS = (
+    Row("8 completions of 128 on a prompt of 512", 1, 8, 512, 128),
+    Row("8 completions of 128 on a prompt of 128", 1, 8, 128, 128),
+    Row("pairs of 200 on a prompt of 400", 2, 2, 400, 200),
+    Row("nothing in common", 4, 1, 0, 512),
+)
+
+
+def documents_of(row: Row, vocabulary: int) -> list[Document]:
+    """Random documents of a row, group after group."""
+    rng, made = np.random.default_rng(0), []
+    for _ in range(row.groups):
+        begin = rng.integers(0, vocabulary, row.prompt)
+        for _ in range(row.documents):
+            tokens = np.append(begin, rng.integers(0, vocabulary, row.completion)).astype(np.uint32)
+            made.append(Document(tokens, np.array([[row.prompt, len(tokens)]])))
+    return made
+
+
+def train(
+    model: Decoder, optimizer: torch.optim.Optimizer, collate: PackedCollator, documents: list[Document]
+) -> None:
+    """A step."""
+    batch = collate(documents)
+    (model(batch) / batch.denominator).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of steps on documents of each row, with their beginnings shared and not."""
+    heads, found = options.width // 64, []
+    size = {"layers": options.layers, "heads": heads, "kv_heads": heads, "d_model": options.width}
+    size |= {"d_ff": 4 * options.width, "vocabulary_size": options.vocabulary, "context": 2048}
+    model = Decoder(ModelShape(**size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for row in ROWS:
+        documents = documents_of(row, options.vocabulary)
+        collators = {
+            name: PackedCollator(len(documents), 2048, min_prefix=least)
+            for name, least in (("alone", None), ("shared", 16))
+        }
+        ways = {
+            name: partial(train, model, optimizer, collate, documents) for name, collate in collators.items()
+        }
+        seconds = by_turns(ways, options.rounds)
+        alone, shared = (min(seconds[name]) for name in ways)
+        before, after = (collate(documents).num_slots for collate in collators.values())
+        ratio, tokens = alone / shared, before / after
+        median = median_ratio(seconds["alone"], seconds["shared"])
+        figures = {"token_ratio": tokens, "step_ratio": ratio, "step_over_token_ratio": ratio / tokens}
+        figures |= {"median_step_ratio": median, "seconds": alone, "seconds_shared": shared}
+        found.append(row._asdict() | figures)
+        print(f"{row.name:<42}{tokens:>6.2f} x fewer tokens{ratio:>8.2f} x faster:{ratio / tokens:>7.2f}")
+    keys = ("layers", "width", "vocabulary", "rounds")
+    return {"rows": found, **{key: getattr(options, key) for key in keys}}
+
+
+TABLES = {"slots": slots, "sort": lambda options: sorting(options.tokens), "steps": steps}
+
+
+def main() -> None:
+    """Measure the tables that are asked for, and write them."""
+    parser = parser_of(__doc__, "shared_prefixes")
+    parser.add_argument(
+        "--table", action="append", choices=list(TABLES), help="only this table; may be repeated"
+    )
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with text/")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens to sort")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind, after an uncounted one")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    options = parser.parse_args()
+    result = json.loads(options.out.read_text()) if options.table and options.out.is_file() else {}
+    result |= {name: TABLES[name](options) for name in options.table or TABLES}
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from result import parser_of, write_result
+from result import DOCS, parser_of, write_result
 from support_tables.loops import axolotl, loops, rollouts
 from support_tables.models import models
 from support_tables.own import attention, own_trainer
 from support_tables.table import Table
 from support_tables.trainers import trainers
 
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+PAGE = DOCS / "support.md"
 TABLES: dict[str, Callable[[], Table]] = {
     "own_trainer": own_trainer,
     "attention": attention,

@@ -46,9 +46,9 @@ from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
+from planning_tables.lengths import ABSENT, load
 from result import parser_of, records_of, write_result
 
-LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 LONGEST = 2048
 SHAPE_WORDS = ("layers", "heads", "kv_heads", "d_model", "d_ff", "vocabulary_size", "tied")
 
@@ -69,11 +69,11 @@ def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
     """Name → documents."""
     found = {}
     for name, file in SETS.items():
-        path = LENGTHS / f"{file}.npy"
-        if path.is_file():
-            found[name] = documents_of(np.load(path), count, vocabulary)
+        lengths = load(file)
+        if lengths is not None:
+            found[name] = documents_of(lengths, count, vocabulary)
         else:
-            print(f"{name}: left out, {path} is not there")
+            print(f"{name}: {ABSENT}")
     folder, files = library_files()
     sizes = [
         len(f"{prompt}{completion}".encode()) // 4  # about the tokens of a byte-pair vocabulary

@@ -13,109 +13,51 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.precision import DTYPES, matmul_peak, resolve_dtype
-from result import parser_of, records_of, write_result
+from plain_loop import Sizes, rows_of, train_plainly, wait
+from result import device_name, parser_of, records_of, write_result
 
 SIZE = {"layers": (12, 4), "width": (768, 128), "heads": (12, 4), "block": (1024, 128), "batch": (64, 16)}
 DEFAULTS = {**SIZE, "steps": (300, 100), "warmup": (100, 20), "lr": (6e-4, 3e-3)}
 """Option → its value on a GPU and on a CPU."""
 
 
-class PlainBlock(nn.Module):
-    """A block of GPT-2's kind over (batch, block, width)."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One block."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(attended)
-        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-
-class PlainModel(nn.Module):
-    """A plain GPT with a tied head."""
-
-    def __init__(self, layers: int, width: int, heads: int, block: int, vocabulary: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(block, width)
-        self.blocks = nn.ModuleList(PlainBlock(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss."""
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def plain(text: str, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def plain(text: str, options: argparse.Namespace, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """The plain loop: seconds of each step, and the validation loss at the end."""
     letters = sorted(set(text))
-    ids = torch.tensor([letters.index(letter) for letter in text], device=device)
+    ids = np.array([letters.index(letter) for letter in text])
     border = int(len(ids) * 0.9)
-    torch.manual_seed(0)
-    size = (options.layers, options.width, options.heads, options.block, len(letters))
-    model: Any = PlainModel(*size).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = torch.compile(model) if options.compile else model
+    sizes = Sizes(
+        layers=options.layers,
+        heads=options.heads,
+        width=options.width,
+        vocabulary=len(letters),
+        row=options.block,
+        rows=options.batch,
+        micro_batches=1,
+    )
 
-    def batch(part: Tensor) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(part) - options.block - 1, (options.batch,)).tolist()
-        rows = torch.stack([part[start : start + options.block + 1] for start in starts])
-        return rows[:, :-1], rows[:, 1:]
+    def rate(step: int) -> float:
+        return options.lr * min((step + 1) / options.warmup, 1.0)
 
-    def precision() -> Any:
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-
+    training = train_plainly(ids[:border], sizes, device, dtype, rate, options.compile)
     seconds = []
-    for step in range(1, options.steps + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * min(step / options.warmup, 1.0)
-        with precision():
-            loss = run(*batch(ids[:border]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    with torch.no_grad(), precision():
-        losses = [float(model(*batch(ids[border:]))) for _ in range(8)]
+    for _ in range(options.steps):
+        began = wait(device)
+        model = next(training)
+        seconds.append(wait(device) - began)
+    draw = np.random.default_rng(1)
+    with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        losses = [float(model(*rows_of(ids[border:], sizes, device, draw))) for _ in range(8)]
     return {"seconds": seconds, "val_loss": statistics.mean(losses)}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def shape_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +110,7 @@ def main() -> None:
     text = options.path.read_text(encoding="utf-8")
     found: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
     for _ in range(options.rounds):
-        found["plain"].append(plain(text, options, device, dtype))
+        found["plain"].append(plain(text, options, device.type, dtype))
         found["ours"].append(ours(options.path, options))
     tokens = options.batch * options.block
     shape = ModelShape(**shape_of(options), vocabulary_size=65)
@@ -188,8 +130,7 @@ def main() -> None:
         f"ours over plain: {figures['ours_over_plain']:.2f} x tokens/s; validation loss {figures['validation']}"
     )
     settings = {name: str(value) for name, value in vars(options).items() if name not in ("out", "path")}
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    write_result(options.out, {"device": name, "settings": settings, **figures})
+    write_result(options.out, {"device": device_name(device.type), "settings": settings, **figures})
 
 
 if __name__ == "__main__":

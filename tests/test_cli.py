@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 import multipack
 from multipack.cli import app, main
-from multipack.planning.cost import CostModel
-from multipack.shapes import SHAPES
 
 
 @pytest.fixture
@@ -123,7 +121,7 @@ def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
     assert sorted(settings.split()) == sorted([*words, "train.seed=4", "parallel.context=2"])
 
 
-def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path):
+def test_the_cost_of_a_plan_is_a_models(run, lengths_file, tmp_path):
     words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=4"]
 
     def fingerprint(*more):
@@ -134,8 +132,6 @@ def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path)
     assert 0 < report["padded_share"] < 1
     assert fingerprint() == fingerprint("model=llama-8b") != fingerprint("model=llama-70b")
     assert fingerprint("model.layers=80") != fingerprint()
-    CostModel.from_shape(SHAPES["llama-70b"]).save(tmp_path / "fitted.json")
-    assert fingerprint(f"cost={tmp_path / 'fitted.json'}") == fingerprint("model=llama-70b")
     described = {
         "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
@@ -232,8 +228,6 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
         ("prepare data=jsonl", "data.path"),
         ("plan LENGTHS world_size=9", "plan.packs_per_step"),
         ("plan LENGTHS sample=-1", "sample"),
-        ("plan LENGTHS cost=nowhere.json", "cost=nowhere.json"),
-        ("plan LENGTHS cost=a.json model=tiny", "only one of them"),
         ("plan LENGTHS model=llama-9b", "did you mean model=llama-8b"),
         ("plan LENGTHS plan.widnow=3", "did you mean plan.window"),
         ("plan LENGTHS plan.capacity=100", "capacity=100"),

@@ -11,6 +11,7 @@ import pytest
 from multipack.cli.plan_settings import PlanCommand
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import SHAPES
+from multipack.training.checks import check
 from multipack.training.other_names import ALIASES, HINTS
 from multipack.training.run_config import Config, compose, compose_run
 from multipack.training.weights import trained_shape
@@ -82,7 +83,7 @@ REFUSED = {
     "plan.window=0": ["plan.window"],
     "plan.capacity=0": ["plan.capacity"],
     "plan.align=9999": ["plan.capacity"],
-    "plan.cost=measured": ["plan.cost='measured'", ".json"],
+    "plan.cost=cost.json": ["plan.cost", "leave it out"],
     "train.loss_weighting=documents": ["loss_weighting"],
     "model.attention=falsh": ["attention=falsh"],
     "data=jsonl": ["data.path"],
@@ -357,11 +358,11 @@ def test_packs_of_a_resumed_run_are_those_of_its_steps(tmp_path, how):
     with pytest.raises(ConfigError, match=r"plan\.packs_per_step was 4"):
         resumed("true", "plan.packs_per_step=8")
     same = resumed("true", "plan.micro_batches=2")
-    same.check(2)
+    check(same, 2)
     with pytest.raises(ValueError, match=r"plan\.micro_batches=2 on 4 .* 8 packs .* have 4"):
-        same.check(4)
+        check(same, 4)
     with pytest.raises(ValueError, match="at most 4 data-parallel ranks"):
-        resumed("true", "plan.packs_per_step=4").check(5)
+        check(resumed("true", "plan.packs_per_step=4"), 5)
 
 
 def test_a_file_may_say_that_a_run_resumes_and_where(tmp_path):
@@ -501,33 +502,33 @@ def test_steps_need_a_pack_for_each_rank():
         (["plan.packs_per_step=1", "parallel.tensor=2", "model=small"], 4, 2),
     ):
         with pytest.raises(ValueError, match=rf"plan\.packs_per_step.* at least {ranks}"):
-            compose(words).check(processes)
-        compose(["plan.micro_batches=1", *words[1:]]).check(processes)
+            check(compose(words), processes)
+        check(compose(["plan.micro_batches=1", *words[1:]]), processes)
     with pytest.raises(ValueError, match=r"data\.readers=4 .* data\.readers=2"):
-        compose(["data.readers=4"]).check(2)
+        check(compose(["data.readers=4"]), 2)
 
 
 def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_saved_run_has_fewer(tmp_path):
     words = ["model=tiny", "model.layers=8", "plan.packs_per_step=3"]
-    compose([*words, "parallel.pipeline=4"]).check(4)
+    check(compose([*words, "parallel.pipeline=4"]), 4)
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose(words)))
     resumed = ["train.resume=true", f"out={run.path}"]
     with pytest.raises(ValueError, match=r"needs 4 packs .* has 3: use parallel\.pipeline=2$"):
-        compose_run([*resumed, "parallel.pipeline=4"]).check(4)
-    compose_run([*resumed, "parallel.pipeline=2"]).check(4)
+        check(compose_run([*resumed, "parallel.pipeline=4"]), 4)
+    check(compose_run([*resumed, "parallel.pipeline=2"]), 4)
     with pytest.raises(ValueError, match=r"\(interleaved\) needs 4 .* has 3: use parallel\.pipeline=1$"):
-        compose_run([*resumed, "parallel.pipeline=2", "parallel.schedule=interleaved"]).check(2)
+        check(compose_run([*resumed, "parallel.pipeline=2", "parallel.schedule=interleaved"]), 2)
 
 
 def test_aligned_packs_of_one_shape_that_ranks_cannot_divide_are_refused():
     words = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.align=5", "parallel.tensor=2"]
-    compose(words).check(2)  # packs end anywhere, and are filled up
+    check(compose(words), 2)  # packs end anywhere, and are filled up
     with pytest.raises(
         ValueError, match=r"plan\.align=5 leaves 255 slots .* use plan\.capacity=250, or plan\.align=2"
     ):
-        compose([*words, "train.fixed_shape=true"]).check(2)
-    compose([*words, "train.fixed_shape=true", "plan.capacity=250"]).check(2)
+        check(compose([*words, "train.fixed_shape=true"]), 2)
+    check(compose([*words, "train.fixed_shape=true", "plan.capacity=250"]), 2)
 
 
 @pytest.mark.parametrize(("resume", "wider"), [("false", True), ("true", False)])
@@ -535,5 +536,5 @@ def test_advice_for_a_resumed_run_leaves_its_model_alone(resume, wider):
     words = ["model=tiny", "model.kv_heads=2", "model.vocabulary_size=257", "parallel.tensor=2"]
     config = compose([*words, f"train.resume={resume}"])
     with pytest.raises(ValueError, match=r"use .*parallel\.tensor=1") as error:
-        config.check(2)
+        check(config, 2)
     assert ("model.vocabulary_size=258" in str(error.value)) is wider

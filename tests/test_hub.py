@@ -34,7 +34,8 @@ def snapshot(cache, tmp_path):
     from safetensors.torch import save_file
 
     from multipack.data.text.tokenizer import byte_tokenizer
-    from multipack.models.huggingface import config_of, to_huggingface
+    from multipack.models.huggingface import to_huggingface
+    from multipack.shapes.config_json import config_of
 
     torch.manual_seed(0)
     place = cache / "models--some--model"

@@ -32,13 +32,6 @@ def run(code, absent, *arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def lengths(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lengths") / "lengths.npy"
-    np.save(path, np.random.default_rng(0).integers(1, 200, 400))
-    return path
-
-
 PLANNER = """
 import contextlib, io, json
 import numpy as np, multipack
@@ -73,31 +66,22 @@ PLANS = [
 TENSORS = [["train"], ["prepare", "data=stdlib"], ["plan", "FOLDER"]]
 
 
-@pytest.fixture(scope="module")
-def planner(lengths):
-    """What one process without the packages of the trainer prints: messages of names, and ends of commands."""
-    places = {"LENGTHS": str(lengths), "FOLDER": str(lengths.parent)}
+def test_the_planner_needs_numbers_only_and_other_commands_name_the_extra(tmp_path):
+    """Each in one line, with exit code 2."""
+    lengths = tmp_path / "lengths.npy"
+    np.save(lengths, np.random.default_rng(0).integers(1, 200, 400))
+    places = {"LENGTHS": str(lengths), "FOLDER": str(tmp_path)}
     words = [[places.get(word, word) for word in each] for each in (*PLANS, *TENSORS)]
     done = run(PLANNER, TRAINER, str(lengths), json.dumps(words))
     assert not done.stderr
-    return json.loads(done.stdout)
-
-
-def test_the_planner_needs_numbers_only(planner):
-    for line, name in zip(planner["names"], ("Decoder", "PackedCollator", "TokenStore"), strict=True):
+    found = json.loads(done.stdout)
+    for line, name in zip(found["names"], ("Decoder", "PackedCollator", "TokenStore"), strict=True):
         assert line.startswith(f"multipack.{name} needs the package ")
         assert line.endswith("[train]'")
-
-
-def test_commands_of_the_planner_need_numbers_only(planner):
-    for code, out, error in planner["commands"][: len(PLANS)]:
+    for code, out, error in found["commands"][: len(PLANS)]:
         assert code == 0, error
         assert json.loads(out)
-
-
-def test_other_commands_name_the_extra(planner):
-    """Each in one line, with exit code 2."""
-    for (code, _, error), (name, *_) in zip(planner["commands"][len(PLANS) :], TENSORS, strict=True):
+    for (code, _, error), (name, *_) in zip(found["commands"][len(PLANS) :], TENSORS, strict=True):
         assert (code, error.count("\n")) == (2, 1)
         assert f"multipack {name} needs the package " in error
         assert error.endswith("[train]'\n")

@@ -1,8 +1,10 @@
-"""Every command of README and docs/ runs: those of seconds always, those that train or start processes as slow tests.
+"""What README and docs/ show is so: commands, their outputs, Python, names of files and links.
 
-A block of ```console has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks
-run in their order, in a folder with the files that pages take for granted, and with the settings of a small run. The
-ranks of `multipack launch` are processes of a server that has loaded torch.
+Every command runs: those of seconds always, those that train or start processes as slow tests. A block of ```console
+has commands after `$ ` and their output, in which … stands for any text. Commands of other blocks run in their order,
+in a folder with the files that pages take for granted, and with the settings of a small run. The ranks of
+`multipack launch` are processes of a server that has loaded torch. Python runs after `<!-- tested -->` as it stands,
+elsewhere with the names of `names_of`.
 """
 
 import contextlib
@@ -16,12 +18,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from drills import forked
@@ -392,6 +395,7 @@ def test_no_command_is_left_out():
             assert not has or language in ("", "bash", "sh", "console"), f"{page}: ```{language}"
     others = [each for path in PAGES.values() for each in commands_of(path.read_text()) if is_others(each)]
     assert not [each for each in others if each.startswith("multipack")]
+    assert sum(len(words_of(path.read_text())) for path in PAGES.values()) >= 100
 
 
 def test_every_page_of_a_method_has_a_picture_and_a_command_with_its_output():
@@ -401,3 +405,219 @@ def test_every_page_of_a_method_has_a_picture_and_a_command_with_its_output():
         (picture,) = re.findall(r"!\[[^]]+\]\((\w.*\.svg)\)", page.read_text())
         assert (page.parent / picture).stat().st_size < 150_000
         assert list(consoles_of(page.read_text())) or page.stem == "reading", page
+
+
+def test_every_ask_has_threads_lines_and_a_test():
+    page = PAGES["docs/you-asked.md"].read_text()
+    asks = re.findall(r"^\*\*(.+?)\*\*(.+?)(?=^\*\*|^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert len(asks) >= 20
+    for symptom, text in asks:
+        assert re.search(r"\w#\d+|TokenBudgetBatcher", text), symptom
+        assert "`tests/" in text, symptom
+        (block,) = re.findall(r"^```(?:python)?\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for line in block.splitlines() if line and not line.startswith(("from ", "import "))]
+        assert len(lines) <= 4, symptom
+
+
+# Words of commands
+
+
+def words_of(text):
+    """(command, its words) of lines in blocks, and of commands with arguments in the text."""
+    found = re.findall(
+        r"^(?:\$ )?multipack (.*?)(?=\s{2,}#|$)|(?<=`)multipack (\w+ [^`]+)", text, re.MULTILINE
+    )
+    return [
+        (command, shlex.split(command)) for command in dict.fromkeys(line or other for line, other in found)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words_of_commands_are_legal(page):
+    """Their options parse, and every `group.key=value` composes; paths need not exist for that."""
+    wrong = []
+    for command, words in words_of(PAGES[page].read_text()):
+        try:
+            check_options(command.partition(" > ")[0])
+            check_settings(*words)
+        except Exception as error:
+            wrong.append(f"{command}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def check_options(command):
+    parser = typer.main.get_command(_app())
+    words = [word for word in shlex.split(command) if word not in ("…", "--settings")]
+    while words and words[0] in getattr(parser, "commands", {}):
+        parser, words = parser.commands[words[0]], words[1:]
+    parser.make_context(command, words)
+
+
+def check_settings(name, *words):
+    from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.launch.advise_request import AdviseRequest
+    from multipack.training.other_names import translate
+    from multipack.training.run_config import compose
+    from multipack.words import merge
+
+    commands = {"plan": PlanCommand, "pack": PackCommand, "advise": AdviseRequest}
+    settings = [
+        word for word in words if "=" in word and not word.startswith(("-", "config=", "train.resume="))
+    ]
+    merge(commands[name], settings, translate=translate) if name in commands else compose(settings)
+
+
+def test_named_files_and_linked_pages_exist():
+    named = r"`(?:python )?((?:tests|benchmarks|examples)/[\w/]+\.py)`"
+    wrong = [
+        f"{page}: {name}"
+        for page, path in PAGES.items()
+        for name in re.findall(named, path.read_text())
+        if not (ROOT / name).exists()
+    ]
+    wrong += [
+        f"{path}: {target}"
+        for path in [*PAGES.values(), ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_first_run_of_the_readme(folder, known_peak):
+    """Each command of the first screen, on a small model of transformers."""
+    shutil.rmtree("models/llama")
+    for command in ("train data.path=chats.jsonl out=runs/base", "export runs/base models/llama"):
+        assert not check(f"multipack {command}")
+    page = PAGES["README.md"].read_text()
+    (block,) = re.findall(r"<!-- tested: first run -->\n```\n(.*?)```", page, re.DOTALL)
+    shown = {}
+    for line in block.splitlines():
+        _, name, *words = shlex.split(line, comments=True)
+        small = ["train.steps=2", "train.dtype=fp32", "train.sample_tokens=0"] if name == "train" else []
+        code, shown[name] = called([name, *words, *small])
+        assert code == 0, shown[name]
+    expected = {
+        "prepare": r"<\|im_end\|>⟧",
+        "plan": "multipack train",
+        "train": "runs/chat",
+        "evaluate": "perplexity",
+    }
+    assert list(shown) == [*expected, "report", "export", "generate"]
+    for name, pattern in expected.items():
+        assert re.search(pattern, shown[name]), shown[name]
+    assert Path("chat.html").stat().st_size > 10_000
+    assert Path("exported/model.safetensors").is_file()
+
+
+# Python
+
+
+PYTHON = {
+    block: (page, bool(mark))
+    for page, path in reversed(PAGES.items())
+    for mark, block in re.findall(
+        r"(<!-- tested -->\n)?^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE
+    )
+}
+"""Python → its first page, and whether it is a whole program; others run with the names of `names_of_hosts`."""
+SILENT = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        # TRL takes seconds.
+        pytest.param(
+            block, id=f"{page}: {block[:50]}", marks=[pytest.mark.slow] * ("PackedSFTTrainer(" in block)
+        )
+        for block, (page, _) in PYTHON.items()
+    ],
+)
+def test_python(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    is_whole = PYTHON[block][1]
+    names = {"__name__": "__main__"} if is_whole else names_of(block, monkeypatch)
+    exec(compile(block, "page", "exec"), names)
+    if is_whole:
+        return
+    if "trainer" in names:
+        assert names["trainer"].state.global_step == 1
+    if "PackedDataCollator()([" in block:
+        assert names["batch"]["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+    if "Tool(" in block:
+        assert sorted(names["next_fit"](np.full(4, 5), 10, 2, 0).order) == [0, 1, 2, 3]
+    for name in {"loader", "batches", "micro_batches", "shares", "each"} & names.keys():
+        assert len(list(names[name]))
+
+
+def names_of(block, monkeypatch):
+    """The names that an excerpt takes for granted."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for package in ("torchdata", "torchtitan"):
+        if re.search(rf"from (multipack\.integrations\.)?{package}", block):
+            pytest.importorskip(package, reason=f"{package} is not installed")
+    names = names_of_benchmark(monkeypatch) if "Tool(" in block else names_of_hosts()
+    return names | (names_of_trl(names) if "PackedSFTTrainer(" in block else {})
+
+
+def names_of_hosts():
+    """A model, its documents, and the settings of a host."""
+    import transformers
+
+    import multipack
+    from multipack.models.tiny_models import tiny_model
+
+    lengths = [5, 9, 3, 8, 7, 4, 6, 10]
+    rows = [np.arange(length, dtype=np.uint16) for length in lengths]
+    return {
+        "multipack": multipack,
+        "PackedCollator": multipack.PackedCollator,
+        "model": tiny_model(transformers.LlamaConfig()),
+        "args": transformers.TrainingArguments("run", max_steps=1, **SILENT),
+        "dataset": [{"input_ids": row.tolist()} for row in rows],
+        "documents": [multipack.Document(row, np.array([[2, len(row)]])) for row in rows],
+        "lengths": lengths,
+        "prompts": [0, 0, 1, 1, 2, 2, 3, 3],
+        "prompt_lengths": [2] * len(lengths),
+        "targets": sum(lengths) - len(lengths),
+        "epochs": 1,
+        "rank": 0,
+        "ranks": 1,
+    }
+
+
+def names_of_trl(names):
+    """The same for TRL, which wants its own kind of data set, and a tokenizer beside the model."""
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import datasets
+    import peft
+    import trl
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "a": 2}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "a")), pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained("model")
+    names["model"].save_pretrained("model")
+    names["model"].config._name_or_path = "model"
+    settings = SILENT | {
+        "output_dir": "run",
+        "max_steps": 1,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    return {
+        "SFTConfig": partial(trl.SFTConfig, **settings),
+        "LoraConfig": partial(peft.LoraConfig, target_modules=["q_proj", "v_proj"]),
+        "dataset": datasets.Dataset.from_list(names["dataset"]),
+    }
+
+
+def names_of_benchmark(monkeypatch):
+    """What tools of the packing benchmark are written with."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from packing import epoch, tools
+
+    return vars(epoch) | vars(tools)

@@ -8,11 +8,13 @@ longest document, 8,192 tokens, and 326 entries; those of the pack are what the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from gpu_parts.common import median_seconds, options_of, write_part
+from attention import Way, measure
+from gpu_parts.common import options_of, write_part
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
 from multipack.ops.attention import attention, select
@@ -36,22 +38,24 @@ def main() -> None:
     q, k, v = (
         torch.randn(tokens, HEADS, WIDTH, device=device, dtype=dtype).requires_grad_() for _ in range(3)
     )
-    backend, rows = select("auto", q, k, v).name, []
-    for name, batch in (("pack", pack), ("plan", plan)):
-
-        def both(batch=batch):
-            out = attention(q, k, v, batch, backend)
-            torch.autograd.grad(out, (q, k, v), out)
-
-        def forward(batch=batch):
-            with torch.no_grad():
-                attention(q, k, v, batch, backend)
-
-        row = {"bounds": name, "max_seqlen": batch.max_seqlen, "entries": len(batch.cu_seqlens)}
-        row |= {"forward_ms": 1e3 * median_seconds(options.device, forward, repeats)}
-        row |= {"forward_backward_ms": 1e3 * median_seconds(options.device, both, repeats)}
-        print(row, flush=True)
-        rows.append(row)
+    backend = select("auto", q, k, v).name
+    batches = {"pack": pack, "plan": plan}
+    ways = [
+        Way(name, [q, k, v], partial(attention, batch=batch, backend=backend))
+        for name, batch in batches.items()
+    ]
+    forward, both = (measure(ways, repeats, backward) for backward in (False, True))
+    rows = [
+        {
+            "bounds": name,
+            "max_seqlen": batch.max_seqlen,
+            "entries": len(batch.cu_seqlens),
+            "forward_ms": 1e3 * forward[name]["median_seconds"],
+            "forward_backward_ms": 1e3 * both[name]["median_seconds"],
+        }
+        for name, batch in batches.items()
+    ]
+    print("\n".join(map(str, rows)), flush=True)
     ratio = rows[1]["forward_backward_ms"] / rows[0]["forward_backward_ms"]
     write_part(
         options, {"backend": backend, "rows": rows, "plan_over_pack": ratio, "lengths": lengths.tolist()}

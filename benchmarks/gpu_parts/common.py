@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from planning_tables.table import Asked
-from result import records_of, write_result
+from result import device_name, records_of, write_result
 
 
 def options_of(
@@ -28,11 +27,6 @@ def options_of(
     parser.add_argument("--small", action="store_true", help="seconds of work, to see that the part runs")
     add(parser)
     return parser.parse_args()
-
-
-def device_name(device: str) -> str:
-    """The name of the GPU, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device == "cuda" else device
 
 
 def write_part(
@@ -129,15 +123,3 @@ def timed_run(words: list[str], skipped: int) -> Run:
         memory_gib=max(record["memory"] for record in records),
         seconds_of_first_steps=sum(record["dt"] for record in records[:skipped]),
     )
-
-
-def median_seconds(device: str, work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after two calls that are not timed: by CUDA events on a GPU, by wall time elsewhere."""
-    from multipack.parallel.step_result import DeviceClock
-
-    clock, marks = DeviceClock(torch.device(device)), []
-    for _ in range(repeats + 2):
-        began = clock.mark()
-        work()
-        marks.append((began, clock.mark()))
-    return statistics.median(clock.seconds(*each) for each in marks[2:])

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from packing.tools import WRITTEN
-from planning_tables.command import BEGIN, END
 from planning_tables.table import markdown
+from result import DOCS, write_between
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, PICTURE = DOCS / "packing-benchmark.md", DOCS / "packing-benchmark.png"
 
 OURS, THEIRS = "#0b6e4f", "#5b6470"
@@ -116,13 +115,9 @@ def summary_rows(figures: Figures) -> list[list[str]]:
 
 def write(figures: Figures) -> None:
     """Put the tables between the marks of the page, and draw the picture."""
-    text = PAGE.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{PAGE} lacks the marks {BEGIN} and {END}, between which the tables go")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}", encoding="utf-8")
+    write_between(PAGE, "tables", tables(figures))
     draw(figures, PICTURE)
-    print(f"wrote {PAGE} and {PICTURE}")
+    print(f"wrote {PICTURE}")
 
 
 def tables(figures: Figures) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -25,6 +24,7 @@ from multipack.shapes import SHAPES, ModelShape
 from parallel_tables.ranks import Ranks
 from parallel_tables.setups import adamw, blueprint_of, engine_of, filling, pack_of, train_step
 from planning_tables.table import Table
+from result import by_turns
 
 
 def table(quick: bool) -> Table:
@@ -56,16 +56,9 @@ def measure(
     """CPU seconds of each round's step, by strategy; every strategy once a round."""
     pack = pack_of(filling(slots, 300), slots, shape.vocabulary_size)
     engines = {name: engine_with(name, world, shape) for name in STRATEGIES}
-    for engine in engines.values():
-        train_step(engine, [pack], 1)
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            began = time.process_time()
-            train_step(engines[name], [pack], 1)
-            found[name].append(time.process_time() - began)
-    return found
+    return by_turns(
+        {name: partial(train_step, engine, [pack], 1) for name, engine in engines.items()}, rounds
+    )
 
 
 def engine_with(name: str, world: World, shape: ModelShape) -> ModelEngine:

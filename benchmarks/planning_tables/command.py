@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from planning_tables.table import Asked, Table, aligned, grid, markdown, verdicts
-from result import RESULTS, write_result
+from result import DOCS, RESULTS, write_between, write_result
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 LONG = 50  # rows; longer tables are folded in the page
 
 
@@ -64,7 +62,7 @@ class Suite:
             return
         saved = json.loads((options.out or stored).read_text(encoding="utf-8"))
         if options.page:
-            self.write_page(self.page(saved))
+            write_between(DOCS / f"{self.document or self.name}.md", "tables", self.page(saved))
         for table in map(Table.from_dict, saved["tables"]) if options.show else []:
             if table.name in names:
                 show(table)
@@ -92,16 +90,6 @@ class Suite:
             parts += [f"### {table.name}\n\n{title}{table.how and f' ({table.how})'}.", rows]
             parts += ["\n".join(f"- {note}." for note in table.notes)] if table.notes else []
         return "\n\n".join(parts)
-
-    def write_page(self, text: str) -> None:
-        """Put text between the marks of the page."""
-        path = DOCS / f"{self.document or self.name}.md"
-        page = path.read_text(encoding="utf-8")
-        if BEGIN not in page or END not in page:
-            raise SystemExit(f"{path} lacks the marks {BEGIN} and {END}, between which the tables go")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
-        print(f"wrote {path}")
 
 
 def show(table: Table) -> None:

@@ -17,11 +17,12 @@ from multipack.ops.attention import table as attention_table
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import check_model
 from multipack.training.blueprint import open_engine
+from multipack.training.checks import check
 from multipack.training.objective import Objective, Preferences
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import compose
-from multipack.training.run_parts import check_model
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs
 
@@ -94,7 +95,7 @@ def build(processes: int, words: list[str], items: str = "") -> None:
         ValueError: the configuration is refused.
     """
     config = compose(words)
-    config.check(processes)
+    check(config, processes)
     check_model(config, processes, Console(0))
     store = SimpleNamespace(kind="labels" if items == LABELS else "pairs")
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
@@ -128,7 +129,7 @@ def own_trainer() -> Table:
         "Rows: settings of `multipack train`, in addition to the column's (a model of 4 layers and 4 heads, 8 packs of"
         " 1,024 tokens per step). ✓: a test of `tests/distributed` runs the setting under the method, and compares"
         " losses and weights with one process. ○: the settings pass every check, and the model is built on the first"
-        " rank; `test_combinations.py` draws some of these at random."
+        " rank; `test_runs.py` draws some of these at random."
     )
     columns = [f"{name} ({count})" if count > 1 else name for name, (count, _) in METHODS.items()]
     rows = {row: ask_own_trainer(row) for row in SETTINGS}

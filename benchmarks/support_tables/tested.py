@@ -1,43 +1,40 @@
-"""Which settings the tests of several processes run, read from their parameters.
+"""Which settings the tests of several processes run, read from their tables of cases.
 
-@pytest.mark.parametrize(("ranks", "words"), …)    tests/distributed: test_parity.py, test_strategies.py
-def test_the_whole_matrix(…)                       each case is compared with one process
+Each case of `FAST` and `SLOW` in tests/distributed/test_parity.py, and of `RUNS` and `SLOW_RUNS` in test_runs.py, is
+compared with one process.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import product
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / "tests" / "distributed"
-TESTS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "": (("test_parity.test_every_method_alone_on_two_ranks", {}), ("test_parity.test_the_whole_matrix", {})),
+FOLDER = Path(__file__).parents[2] / "tests"
+TESTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "": ("parity", lambda case: not (case.adapter or case.shares)),
     "parallel.offload=disk parallel.offload_folder=.": (
-        ("test_parity.test_files_on_ranks", {"words.offload": "disk"}),
+        "parity",
+        lambda case: "offload=disk" in case.strategy,
     ),
-    "optimizer.name=muon": (("test_parity.test_muon", {}),),
-    "optimizer.name=adamw_bf16": (("test_parity.test_compact_moments", {"optimizer": "adamw_bf16"}),),
-    "optimizer.name=adamw_8bit": (("test_parity.test_compact_moments", {"optimizer": "adamw_8bit"}),),
-    "adapter=lora adapter.base=FOLDER": (("test_parity.test_adapters", {"adapter": "lora"}),),
-    "adapter=qlora adapter.base=FOLDER": (
-        ("test_parity.test_quantized_weights_equal_dequantized_ones_in_one_process", {"adapter": "qlora"}),
-    ),
-    "preference pairs (DPO)": (("test_strategies.test_preferences_are_trained_on_divided_models", {}),),
+    "optimizer.name=muon": ("parity", lambda case: case.optimizer == "muon"),
+    "optimizer.name=adamw_bf16": ("parity", lambda case: case.optimizer == "adamw_bf16"),
+    "optimizer.name=adamw_8bit": ("parity", lambda case: case.optimizer == "adamw_8bit"),
+    "adapter=lora adapter.base=FOLDER": ("parity", lambda case: case.adapter == "lora"),
+    "adapter=qlora adapter.base=FOLDER": ("parity", lambda case: case.adapter == "qlora"),
+    "preference pairs (DPO)": ("runs", lambda case: case.data == "pairs" and "reward" not in case.shared),
     "preference pairs (DPO) preference.loss=reward": (
-        ("test_strategies.test_rewards_are_trained_on_ranks", {}),
+        "runs",
+        lambda case: case.data == "pairs" and "reward" in case.shared,
     ),
-    "labeled answers (KTO)": (("test_strategies.test_labels_and_weights_are_trained_on_ranks", {}),),
-    "data.readers=1": (
-        ("test_strategies.test_labels_and_weights_are_trained_on_ranks", {"parallel": "data.readers=1"}),
-    ),
-    "parallel.offload=cpu": (("test_parity.test_the_whole_matrix", {"words.offload": "cpu"}),),
+    "labeled answers (KTO)": ("runs", lambda case: case.data == "labels"),
+    "data.readers=1": ("runs", lambda case: "data.readers=1" in case.parallel),
+    "parallel.offload=cpu": ("parity", lambda case: "offload=cpu" in case.strategy),
 }
-"""Row of the table of multipack train → tests with that setting, and which of their parameters have it."""
+"""Row of the table of multipack train → a table of cases, and which of them have the row's settings."""
 DEFAULT = {"data": "ddp", "schedule": "1f1b"}
 
 
@@ -48,56 +45,47 @@ def runs(row: str, method: str) -> bool:
         row: settings, as in `TESTS`.
         method: settings of the method; empty = DDP.
     """
-    cases = [
-        case for test, which in TESTS.get(row, ()) for case in _cases(test) if which.items() <= case.items()
-    ]
-    wanted = _method(dict(word.removeprefix("parallel.").split("=") for word in method.split()))
-    return any(_method(_given(case)) == wanted for case in cases)
+    return _method(_fields_of_words(method)) in map(_method, _fields(row))
 
 
 def is_run_alone(row: str) -> bool:
     """Whether a test compares several processes with one process under a row's settings."""
-    return any(True for test, _ in TESTS.get(row, ()) for _ in _cases(test))
+    return any(True for _ in _fields(row))
 
 
-def _given(case: dict[str, Any]) -> dict[str, Any]:
-    """Methods of a case: of its dictionary `words`, or its text `parallel`."""
-    found = {name.removeprefix("words."): value for name, value in case.items() if name.startswith("words.")}
-    words = [word for word in str(case.get("parallel", "")).split() if word.startswith("parallel.")]
-    return found | dict(word.removeprefix("parallel.").split("=") for word in words)
+def _fields(row: str) -> Iterator[dict[str, Any]]:
+    """Fields of `ParallelConfig` of each case with a row's settings."""
+    if row not in TESTS:
+        return
+    table, has = TESTS[row]
+    module = _module(table)
+    if table == "parity":
+        yield from (module.fields_of(each.strategy) for each in (*module.FAST, *module.SLOW) if has(each))
+    else:
+        yield from (
+            _fields_of_words(each.parallel) for each in (*module.RUNS, *module.SLOW_RUNS) if has(each)
+        )
 
 
-def _method(given: dict[str, Any]) -> dict[str, str]:
+def _fields_of_words(text: str) -> dict[str, Any]:
+    words = [word.removeprefix("parallel.") for word in text.split() if word.startswith("parallel.")]
+    return dict(word.split("=") for word in words)
+
+
+def _method(fields: dict[str, Any]) -> dict[str, str]:
     """What distinguishes the columns; the schedule of a pipeline beside other methods does not."""
-    values = {name: str(value) for name, value in given.items() if name not in ("offload", "replicate")}
+    values = {name: str(value) for name, value in fields.items() if name not in ("offload", "replicate")}
     if values.get("schedule") == "gpipe" or len(values) > 2:
         values.pop("schedule", None)
     return {name: value for name, value in values.items() if DEFAULT.get(name) != value}
 
 
 @cache
-def _cases(test: str) -> tuple[dict[str, Any], ...]:
-    """The parameters of each case of a test, whose dictionaries are taken apart: {"words.data": "zero3", …}."""
-    module, _, function = test.partition(".")
-    sys.path.insert(0, str(FOLDER))
+def _module(table: str) -> Any:
+    folders = [str(FOLDER), str(FOLDER / "distributed")]
+    sys.path[:0] = folders
     try:
-        marks = getattr(importlib.import_module(module), function).pytestmark
+        return import_module(f"test_{table}")
     finally:
-        sys.path.remove(str(FOLDER))
-    lists = [list(_values(mark)) for mark in marks if mark.name == "parametrize"]
-    return tuple(
-        {name: value for part in chosen for name, value in part.items()} for chosen in product(*lists)
-    )
-
-
-def _values(mark: Any) -> Iterator[dict[str, Any]]:
-    names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-    for given in mark.args[1]:
-        values = given.values if hasattr(given, "marks") else given  # of pytest.param
-        if not isinstance(values, tuple):
-            values = (values,)
-        case: dict[str, Any] = {}
-        for name, value in zip(names, values, strict=True):
-            is_dict = isinstance(value, dict)
-            case |= {f"{name}.{key}": each for key, each in value.items()} if is_dict else {name: value}
-        yield case
+        for folder in folders:
+            sys.path.remove(folder)

@@ -9,7 +9,7 @@
       history.jsonl     starts and ends of processes: hosts, software, plan, notes, cost of padding; never cut
       report.html       the page of `multipack report`, written when a process ends
       trace.json        with train.profile
-      reference.safetensors, cost.json   with preference pairs, with plan.cost=FILE; checkpoints have their checksums
+      reference.safetensors   with preference pairs; checkpoints have its checksum
       checkpoints/
         latest          the name of the newest complete checkpoint
         best            the name of the one with the lowest validation loss, of those saved at an evaluation

@@ -36,6 +36,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multipack.atomic import read_file
+from multipack.ranges import ranges_of
 
 Schema = TypeVar("Schema")
 Pair = tuple[str, str]
@@ -154,7 +155,7 @@ def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]
         (key, type, default, meaning) of each field; the meaning is the field's docstring.
     """
     rows: list[tuple[str, str, str, str]] = []
-    hints = typing.get_type_hints(schema)
+    hints, ranges = typing.get_type_hints(schema), ranges_of(schema)
     documented = _field_docstrings(schema)
     instance = schema() if values is None else values
     for entry in fields(schema):
@@ -164,7 +165,9 @@ def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]
             rows += [(f"{entry.name}.{key}", kind, default, meaning) for key, kind, default, meaning in below]
         else:
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            rows.append((entry.name, _type_name(hints[entry.name]), shown, documented.get(entry.name, "")))
+            kind = _type_name(hints[entry.name])
+            kind += f", {ranges[entry.name]}" if entry.name in ranges else ""
+            rows.append((entry.name, kind, shown, documented.get(entry.name, "")))
     return rows
 
 

@@ -1,6 +1,5 @@
 """benchmarks/gpu_check.py: its runner, its parts in their reduced form on a CPU, and when tests see GPUs."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -16,17 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder():
-    """The parts import each other by name."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
 @pytest.fixture(scope="module")
-def check(folder):
-    return importlib.import_module("gpu_check")
+def check(script):
+    return script("gpu_check")
 
 
 def test_results_are_kept_when_a_part_fails_or_hangs(check, tmp_path, capsys):
@@ -71,15 +62,15 @@ def test_every_file_with_cuda_tests_is_a_part(check):
 @pytest.mark.parametrize(
     "name", ["environment", "bounds", "loss", "saving", pytest.param("gpt2", marks=pytest.mark.slow)]
 )
-def test_a_part_runs_in_its_reduced_form(name, tmp_path, monkeypatch, known_peak):
+def test_a_part_runs_in_its_reduced_form(name, tmp_path, monkeypatch, known_peak, script):
     out = tmp_path / f"{name}.json"
     monkeypatch.setattr(sys, "argv", [name, "--device", "cpu", "--small", "--out", str(out)])
-    importlib.import_module(f"gpu_parts.{name}").main()
+    script(f"gpu_parts.{name}").main()
     assert json.loads(out.read_text())["small"] is True
 
 
-def test_a_trace_is_summed_up():
-    trace = importlib.import_module("gpu_parts.trace")
+def test_a_trace_is_summed_up(script):
+    trace = script("gpu_parts.trace")
     events = [
         {"cat": "kernel", "name": "sm90_gemm_bf16", "ts": 0, "dur": 50},
         {"cat": "kernel", "name": "flash_fwd_kernel", "ts": 40, "dur": 20},

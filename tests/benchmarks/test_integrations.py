@@ -1,7 +1,5 @@
 """benchmarks/integrations.py: every row runs, and the stored figures are those of a whole run."""
 
-import json
-import sys
 from itertools import count
 from pathlib import Path
 
@@ -10,38 +8,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-SAVED = json.loads((ROOT / "benchmarks" / "results" / "integrations.json").read_text())
-
-
-def stored(name):
-    assert not SAVED["quick"]
-    tables = [table for table in SAVED["tables"] if table["name"] == name]
-    return [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
-
-
 @pytest.fixture
-def integrations(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import integrations
-
-    yield integrations
-    sys.modules.pop("integrations")
+def integrations(script):
+    return script("integrations")
 
 
-def test_stored_figures():
-    for figures in stored("attention"):
-        assert figures["times faster"] > 1
-        assert figures["largest tensor, MB"] < figures["beside, MB"]
+def test_stored_figures(figures):
+    saved = figures("integrations")
+    assert not saved["quick"]
+    rows = {
+        table["name"]: [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+        for table in saved["tables"]
+    }
+    for row in rows["attention"]:
+        assert row["times faster"] > 1
+        assert row["largest tensor, MB"] < row["beside, MB"]
+    for row in rows["hosts"]:
+        assert row["trained"] == row["of"]  # by TRL too: none is longer than a pack
+        assert row["multipack over it"] > (1.5 if row["way"] == "TRL bfd" else 0.9)
+    assert all(row["times faster"] > 2 for row in rows["collation"])
 
-    for figures in stored("hosts"):
-        assert figures["trained"] == figures["of"]  # by TRL too: none is longer than a pack
-        assert figures["multipack over it"] > (1.5 if figures["way"] == "TRL bfd" else 0.9)
-    assert all(figures["times faster"] > 2 for figures in stored("collation"))
 
-
-def test_the_page_of_hosts_has_the_stored_figures(integrations):
+def test_the_page_of_hosts_has_the_stored_figures(integrations, figures):
     """Written by `python benchmarks/integrations.py --page`."""
-    assert integrations.SUITE.page(SAVED) in (ROOT / "docs" / "hosts.md").read_text()
+    assert integrations.SUITE.page(figures("integrations")) in (ROOT / "docs" / "hosts.md").read_text()
 
 
 def test_attention(integrations):
@@ -63,10 +53,10 @@ def test_start_up(integrations, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["multipack", "multipack, sdpa", "TRL bfd", "padded", "group_by_length"])
-def test_every_host_trains_every_document(integrations, way):
+def test_every_host_trains_every_document(script, way):
     for package in ("transformers", "accelerate", "datasets", *(["trl"] if way == "TRL bfd" else [])):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    import host_runs
+    host_runs = script("host_runs")
 
     shape = host_runs.ModelShape(layers=1, heads=2, d_model=16, d_ff=16, vocabulary_size=64)
     documents = [[2 + number] * length for number, length in enumerate([9, 30, 4, 17, 25, 12])]

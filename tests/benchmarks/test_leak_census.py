@@ -1,8 +1,5 @@
 """benchmarks/leak_census.py: a few architectures again, against the committed page and figures."""
 
-import importlib
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +9,13 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def census(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("leak_census")
-    sys.modules.pop("leak_census")
+def census(script):
+    return script("leak_census")
 
 
 @pytest.fixture
-def saved():
-    return json.loads((ROOT / "benchmarks" / "results" / "leak_census.json").read_text())
+def saved(figures):
+    return figures("leak_census")
 
 
 def test_stored_figures_are_those_asked_for(census, saved):

@@ -1,28 +1,25 @@
 """benchmarks/packing: its measures by hand, every tool on drawn lengths, known losses of peers, the stored figures."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 CAPACITY, RANKS = 512, 4
 NAMES = ("epoch", "measure", "page", "sets", "tools", "written")
 
 
 @pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield {name: importlib.import_module(f"packing.{name}") for name in NAMES}
-    sys.path.remove(str(ROOT / "benchmarks"))
+def bench(script):
+    return {name: script(f"packing.{name}") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def stored():
-    return json.loads((ROOT / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8"))
+def stored(figures):
+    return figures("packing")
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +94,9 @@ def test_the_bound_without_lost_documents_is_proven(bench):
 
 def all_tools():
     """Their names; those of packages that take seconds to import are slow."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, FOLDER)
     tools = importlib.import_module("packing.tools").TOOLS
-    sys.path.remove(str(ROOT / "benchmarks"))
+    sys.path.remove(FOLDER)
     quick = (None, "multipack", "lightbinpack")
     return [pytest.param(t.name, marks=() if t.package in quick else pytest.mark.slow) for t in tools]
 

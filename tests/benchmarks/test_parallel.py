@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
-from multipack.planning.report import predicted_seconds
+from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
@@ -21,24 +20,13 @@ PAGE = PAGES["index.md"]
 COMMANDS = re.findall(r"^(?:\$ )?multipack launch (.*)$", "\n".join(PAGES.values()), re.MULTILINE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder():
-    """The scripts import each other by name, and processes that they start find them by this path too."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
 def module(name):
     return importlib.import_module(f"parallel_tables.{name}")
 
 
 @pytest.fixture(scope="module")
-def script(folder):
-    spec = importlib.util.spec_from_file_location("parallel_benchmark", ROOT / "benchmarks" / "parallel.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+def parallel(script):
+    return script("parallel")
 
 
 @pytest.mark.parametrize("slots", [2, 3, 100, 4096])
@@ -54,8 +42,7 @@ def test_lengths_fill_a_pack(slots):
 def test_a_row_compares_totals_and_the_worst_kind():
     traffic = module("traffic")
     case, sent = traffic.Case(2, {"data": "zero2"}), Counter()
-    for each in traffic.expected_of(case):
-        sent[each.kind] += each.sent
+    sent += module("step").formula(case.config, case.ranks)
     total, calls = sent.total(), Counter(all_gather=5, reduce_scatter=20)
     row = traffic.compared(case, calls, sent)
     assert row == ["data=zero2", 2, "5 all-gather, 20 reduce-scatter", total, total, 1.0, 1.0]
@@ -66,7 +53,7 @@ def test_a_row_compares_totals_and_the_worst_kind():
 
 def test_an_unknown_collective_is_an_error():
     with pytest.raises(ValueError, match="torch's collective barter is not counted"):
-        module("traffic").Counting().count("barter", [])
+        module("step").Counting().count("barter", [])
 
 
 def test_an_error_of_a_rank_is_raised(monkeypatch):
@@ -75,33 +62,23 @@ def test_an_error_of_a_rank_is_raised(monkeypatch):
     # This process has one fork server, which the pools of other tests use as well.
     monkeypatch.setattr(ranks, "PRELOADED", pool.PRELOADED)
     with pytest.raises(ValueError, match=r"parallel\.tensor=3"), ranks.Ranks(1) as processes:
-        processes.run(traffic.count, traffic.Case(1, {"tensor": 3}))
+        module("step").measure(traffic.Case(1, {"tensor": 3}).config, processes)
 
 
 # Many ranks
 
 
-def measured_cost():
-    """Seconds with every term, as a fit finds them."""
-    draw, timings = np.random.default_rng(0), []
-    for _ in range(20):
-        lengths = draw.integers(1, 400, draw.integers(1, 20))
-        seconds = 2e-3 + 3e-6 * lengths.sum() + 2e-9 * (lengths * (lengths + 1)).sum() + 5e-6 * len(lengths)
-        timings.append((lengths, float(seconds)))
-    return CostModel.fit(timings)
-
-
 @pytest.mark.parametrize("sync", ["step", "micro"])
 def test_the_plan_lies_between_its_bound_and_other_dealings(sync):
-    cost = measured_cost()
+    simulated = module("simulated")
     lengths = np.random.default_rng(1).lognormal(4, 1, 2_000).clip(1, 1024).astype(np.int64)
-    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=cost)
-    found = module("simulated").arranged(epoch, 1, 8, sync, cost)
+    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=simulated.COST)
+    found = simulated.arranged(epoch, 1, 8, sync)
     assert 1.0 <= found.least <= found.own * (1 + 1e-9)
     assert found.own < found.dealt < 4
-    seconds = [cost.seconds(lengths[pack]) for pack in epoch.deal(1, 8, sync)]
-    taken = predicted_seconds(cost, lengths, epoch.deal(1, 8, sync), 8, sync)
-    assert found.own == pytest.approx(taken * 8 / sum(seconds))
+    seconds = simulated.seconds_of(epoch.deal(1, 8, sync), lengths).reshape(-1, 8)  # micro-batch, rank
+    taken = seconds.sum(axis=0).max() if sync == "step" else seconds.max(axis=1).sum()
+    assert found.own == pytest.approx(taken * 8 / seconds.sum())
 
 
 def test_random_dealing_has_every_document_and_whole_micro_batches():
@@ -116,20 +93,20 @@ def test_random_dealing_has_every_document_and_whole_micro_batches():
 # The script and its page
 
 
-def test_every_table_is_written_and_shown_again(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(script.SUITE.tables, "traffic", _small)
+def test_every_table_is_written_and_shown_again(parallel, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(parallel.SUITE.tables, "traffic", _small)
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--table", "traffic", "--quick", "--out", str(out)])
-    script.SUITE.main("")
+    parallel.SUITE.main("")
     first = capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--show", "--out", str(out)])
-    script.SUITE.main("")
+    parallel.SUITE.main("")
     assert capsys.readouterr().out.strip() in first
     saved = json.loads(out.read_text())
     assert saved["quick"] is True
     assert [values["name"] for values in saved["tables"]] == ["traffic"]
     assert "load" in saved["tables"][0]["how"]
-    assert "| data=ddp | 2 |" in script.SUITE.page(saved)
+    assert "| data=ddp | 2 |" in parallel.SUITE.page(saved)
 
 
 def _small(quick):
@@ -142,11 +119,11 @@ def _small(quick):
     return made
 
 
-def test_the_page_shows_the_figures_of_the_last_full_run(script):
-    saved = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text(encoding="utf-8"))
+def test_the_page_shows_the_figures_of_the_last_full_run(parallel, figures):
+    saved = figures("parallel")
     assert saved["quick"] is False
-    assert [values["name"] for values in saved["tables"]] == list(script.SUITE.tables)
-    assert script.SUITE.page(saved) in PAGES["measured.md"]
+    assert [values["name"] for values in saved["tables"]] == list(parallel.SUITE.tables)
+    assert parallel.SUITE.page(saved) in PAGES["measured.md"]
 
 
 def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
@@ -158,7 +135,7 @@ def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
         options, words = command.split(" -- train ")
         config = compose_run(words.split())
         assert config.plan.capacity == 1024 or "config=laptop.yaml" not in words
-        config.check(int(options.split()[1]))
+        check(config, int(options.split()[1]))
 
 
 def test_the_page_names_tests_and_files_that_are_there():
@@ -173,12 +150,12 @@ def test_the_page_names_tests_and_files_that_are_there():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_tables_of_this_machine_run(script, tmp_path, monkeypatch):
+def test_all_tables_of_this_machine_run(parallel, tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--quick", "--out", str(out)])
-    script.SUITE.main("")
+    parallel.SUITE.main("")
     tables = {values["name"]: values for values in json.loads(out.read_text())["tables"]}
-    assert tables.keys() >= set(script.SUITE.tables)
-    assert {row[0] for row in tables["overhead"]["rows"]} == set(script.overhead.STRATEGIES)
-    assert {row[0] for row in tables["scaling"]["rows"]} == set(script.scaling.WAYS)
+    assert tables.keys() >= set(parallel.SUITE.tables)
+    assert {row[0] for row in tables["overhead"]["rows"]} == set(parallel.overhead.STRATEGIES)
+    assert {row[0] for row in tables["scaling"]["rows"]} == set(parallel.scaling.WAYS)
     assert all(each["reached"] <= each["asked"] for each in tables["traffic"]["asked"])

@@ -1,8 +1,6 @@
 """benchmarks/support_matrix.py: what the code answers today, against the committed page and answers."""
 
-import importlib
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,14 +14,8 @@ for host in ("transformers", "accelerate", "pydantic", "datasets"):
 
 
 @pytest.fixture(scope="module")
-def matrix():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("support_matrix")
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("support_matrix", "support_tables")
-    ]:
-        sys.modules.pop(name)
+def matrix(script):
+    return script("support_matrix")
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
-VOCABULARY, ROW, EPOCHS, RATE = 96, 96, 2, 0.3
+VOCABULARY, ROW, RATE = 96, 96, 0.3
+CASES = [
+    (2, 2, False),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1, False), (1, 2, True), (2, 1, True))),
+]
+"""(processes, accumulation, lora): every two of them meet."""
 
 
 class Texts:
@@ -101,3 +107,29 @@ def steps_of(ranks, micro_batches):
         sorted(number for read in ranks for row in read[first : first + micro_batches] for number in row)
         for first in range(0, length, micro_batches)
     ]
+
+
+def check_ranks(found, accumulation, lora):
+    """Every document once per epoch, in another order; weights of documents alone; resumed as if uninterrupted.
+
+    Args:
+        found: by rank, `rows` and `weights` of a whole run, and of one that was resumed.
+        accumulation: micro-batches of a step.
+        lora: the runs trained an adapter.
+
+    Returns: number of steps.
+    """
+    steps = steps_of([rank["rows"][0] for rank in found], accumulation)
+    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    for epoch in (first, second):
+        assert sorted(number for step in epoch for number in step) == list(range(40))
+    assert first != second
+    model = tiny_llama(lora)
+    before = weights(model)
+    alone = train_alone(model, Texts(), steps)
+    assert np.abs(alone - before).max() > 1e-2
+    for rank in found:
+        assert np.abs(rank["weights"][0] - alone).max() <= 1e-6
+        assert rank["rows"][0] == rank["rows"][1]
+        assert np.array_equal(*rank["weights"])
+    return len(steps)

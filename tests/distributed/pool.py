@@ -173,7 +173,7 @@ def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: 
     import torch
     from torch.distributed import device_mesh, distributed_c10d
 
-    from multipack.parallel.world import connected
+    from multipack.parallel.joining import connected
 
     device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
     distributed_c10d._tensor_to_object = _refuse_to_unpickle

@@ -4,13 +4,16 @@ import hashlib
 import io
 import logging
 import os
+import re
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.packs.collate import PackedCollator
@@ -18,11 +21,13 @@ from multipack.data.views.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.ops.lora import add_adapters, initial_adapter, is_adapter, quantize
 from multipack.ops.quantized import PARTS
-from multipack.parallel.build import Blueprint
+from multipack.parallel.build import Blueprint, build_engine
+from multipack.parallel.failures import Alone
+from multipack.parallel.mesh import build_mesh
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training import precision, run_parts, train
+from multipack.training import assemble, precision, train
 from multipack.training.run_config import compose_run
 
 GPT = ModelShape(
@@ -42,7 +47,32 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
-class Places:
+def with_switches(shape):
+    """A shape with the switches of all families, as far as they go together."""
+    return replace(
+        shape,
+        norm="rmsnorm+1",
+        norms="around",
+        head_norm="head",
+        activation="geglu",
+        qkv_bias=True,
+        window=9,
+        full_every=2,
+        window_theta=100.0,
+        unrotated_every=2,
+        rope_width=2,
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        attention_scale=0.6,
+        attention_growth=0.5,
+        rope_context=8,
+        attention_cap=2.0,
+        logit_cap=3.0,
+        logit_divisor=2.0,
+    )
+
+
+class Places(Alone):
     """A `Watch` that records the places of its rank."""
 
     def __init__(self):
@@ -112,7 +142,9 @@ def drawn(kind):
     return initial_parameters(SHAPES[kind], SEED)
 
 
-def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False, dtype=torch.float32):
+def blueprint(
+    shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False, adapter_dtype=torch.float32
+):
     """A decoder as engines ask for it: every process begins with the weights of one seed.
 
     `dequantized`: matrices are not quantized, and have the values that quantized ones stand for.
@@ -121,7 +153,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
     stored, adapter = adapter, replace(adapter, quantize="none") if dequantized else adapter
     with torch.device("meta"):
         whole = Decoder(shape)
-    add_adapters(whole, adapter, dtype)
+    add_adapters(whole, adapter, adapter_dtype)
     shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
     saved = frozenset(name for name, each in whole.named_parameters() if each.requires_grad)
     dtypes = {name: each.dtype for name, each in whole.named_parameters() if each.dtype != torch.float32}
@@ -146,7 +178,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
     def build(blocks):
         torch.manual_seed(seed)
         model = Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
-        add_adapters(model, adapter, dtype)
+        add_adapters(model, adapter, adapter_dtype)
         if not next(model.parameters()).is_meta:
             model.load_state_dict({name: initial(name, "cpu") for name, _ in model.named_parameters()})
         return model
@@ -157,6 +189,38 @@ def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None, dequantized=False
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def engine_of(world, config, shape, optimizer=adamw, dtype=torch.float32, micro_batches=1, **of_blueprint):
+    """A decoder's engine; `optimizer` gets the parameters that are trained."""
+
+    def build_optimizer(named):
+        return optimizer([each for each in named.values() if each.requires_grad])
+
+    plan, mesh = blueprint(shape, **of_blueprint), build_mesh(config, world)
+    return build_engine(plan, build_optimizer, mesh, config, dtype, micro_batches=micro_batches)
+
+
+def mesh_of(**sizes):
+    """Torch's mesh of all ranks, with these axes; a pool's process makes it once (pool.py)."""
+    return device_mesh.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def refusals(*calls):
+    """The messages of calls that are refused."""
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def check_refusals(found, patterns):
+    """Whether all ranks have the same messages, with these patterns."""
+    assert all(each == found[0] for each in found)
+    for pattern, message in zip(patterns, found[0], strict=True):
+        assert re.search(pattern, message), message
 
 
 def together(world, model, call, updates, steps, synchronizing, micro_batches=1):
@@ -179,8 +243,8 @@ def together(world, model, call, updates, steps, synchronizing, micro_batches=1)
 def train_here(world, words, cache):
     """`multipack train` on the pool's ranks; what it printed, and what torch warned of."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    before, printed = run_parts.connected, io.StringIO()
-    run_parts.connected = lambda *_, **__: nullcontext(world)
+    before, printed = assemble.connected, io.StringIO()
+    assemble.connected = lambda *_, **__: nullcontext(world)
     precision.matmul_peak = lambda *_: 1e11
     warned = logging.StreamHandler(printed)
     logging.getLogger("torch.distributed.tensor").addHandler(warned)
@@ -188,7 +252,7 @@ def train_here(world, words, cache):
         with redirect_stdout(printed):
             train.train(compose_run(words))
     finally:
-        run_parts.connected = before
+        assemble.connected = before
         logging.getLogger("torch.distributed.tensor").removeHandler(warned)
     return printed.getvalue()
 
@@ -249,27 +313,6 @@ def state_hash(state):
             digest.update(f"{group}.{name}".encode())
             digest.update(local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@torch.no_grad()
-def count_bytes(modules, optimizer):
-    """Bytes of storages of parameters, gradients and optimizer state on this rank; each storage counts once.
-
-    The optimizer's parameters are the shards, also while modules have gathered parameters in their place.
-    """
-    parameters = [each for module in modules for each in module.parameters()]
-    parameters += [each for group in optimizer.param_groups for each in group["params"]]
-    slots = [value for state in optimizer.state.values() for value in state.values()]
-    kinds = {
-        "parameters": parameters,
-        "gradients": [each.grad for each in parameters if each.grad is not None],
-        "optimizer": [value for value in slots if isinstance(value, torch.Tensor)],
-    }
-    found = {}
-    for kind, tensors in kinds.items():
-        storages = [local(tensor).untyped_storage() for tensor in tensors]
-        found[kind] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    return found
 
 
 class Casts(TorchDispatchMode):

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 
 import pytest
+import sharding as tiny
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,12 +14,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from multipack.data.text.tokenizer import byte_tokenizer
+from multipack.models.decoder import Decoder
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
-from multipack.run import RunDirectory
+from multipack.run import RunDirectory, config_yaml
+from multipack.shapes import ModelShape
 from multipack.training import checkpoint as checkpoint_module
 from multipack.training import checkpoint_tensors
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint, name_of
+from multipack.training.export import export
+from multipack.training.run_config import compose
+from multipack.training.weights import adapt_weights, find_weights
 
 SHAPES = {
     "even": (8, 6),
@@ -321,3 +330,61 @@ def test_a_kill_between_shards_and_marker_leaves_the_last_good_one(pools, run):
     CheckpointWriter(run, World(), 0).save(6, {"model": {"weight": torch.ones(2)}}, {}, {})
     assert load_checkpoint(run.latest_checkpoint()).step == 6
     assert not list(run.checkpoints.glob(".step-*"))
+
+
+# What others read of them
+
+DECODER = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
+
+
+def _save_decoder(world, path, files):
+    torch.manual_seed(5)
+    line = init_device_mesh("cpu", (world.size,))
+    model = {
+        name: distribute_tensor(each, line, [Shard(0)]) for name, each in Decoder(DECODER).named_parameters()
+    }
+    CheckpointWriter(RunDirectory(path), world, 0).save(7, {"model": model}, {}, files)
+
+
+def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path / "run")
+    values = config_yaml(compose([f"model.{name}={value}" for name, value in DECODER.to_dict().items()]))
+    run.create(values)
+    files = {"config.yaml": values, "tokenizer.json": byte_tokenizer().to_json()}
+    pools(2).run(_save_decoder, run.path, files)
+    torch.manual_seed(5)
+    expected = Decoder(DECODER).state_dict()
+    export(run.path, tmp_path / "out")
+    for folder in (run.path, tmp_path / "out"):
+        found = find_weights(folder)
+        read_tensor, _ = adapt_weights(found, found.shape, byte_tokenizer())
+        for name, tensor in expected.items():
+            assert torch.equal(read_tensor(name), tensor), name
+    read = []
+    monkeypatch.setattr(checkpoint_tensors.TensorFiles, "tensor", lambda self, group, name: read.append(name))
+    read_tensor, _ = adapt_weights(find_weights(run.path), DECODER, byte_tokenizer())
+    # Nothing is read before it is used, and then that tensor alone.
+    assert not read
+    read_tensor("norm.weight")
+    assert read == ["norm.weight"]
+
+
+def _resumed(world):
+    """Each rank holds one tensor, as a stage does, and the saved state lacks that of the second."""
+    held = nn.ParameterDict({f"stage-{world.rank}": nn.Parameter(torch.ones(3))})
+    engine = ModelEngine(
+        [held], torch.optim.AdamW(held.values()), Mesh.plain(world), shapes={"stage-0": (3,), "stage-1": (3,)}
+    )
+    saved = {
+        "model": {name: torch.ones(3) for name in engine.shapes},
+        "optimizer": {
+            **{f"stage-0.{slot}": torch.ones(3) for slot in ("exp_avg", "exp_avg_sq")},
+            "stage-0.step": torch.ones(()),
+        },
+    }
+    with pytest.raises(ValueError, match="optimizer lacks stage-1"):
+        engine.load_state(tiny.Whole(saved))
+
+
+def test_optimizer_state_that_one_stage_lacks_is_an_error_on_all_ranks(pools):
+    pools(2).run(_resumed)

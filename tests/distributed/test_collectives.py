@@ -106,7 +106,7 @@ def one_is_missing(world, dies):
     world.barrier()
     world.watch._interval, world.watch._grace = 0.1, 1.0
     dist.group.WORLD.set_timeout(timedelta(seconds=2))
-    world.at_step(7)
+    world.watch.at_step(7)
     world.barrier()
     if world.rank == 1 and dies:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -115,7 +115,7 @@ def one_is_missing(world, dies):
     try:
         collectives.all_gather(torch.ones(1_000))
     except RuntimeError as error:
-        return str(world.report_failure(error))
+        return str(world.watch.report(error))
     return "not noticed"
 
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from torch.utils.data import SequentialSampler
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
 
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
 
@@ -79,3 +81,33 @@ def test_rank_and_replicas_come_from_the_group(reports):
     assert len({len(report["documents"]) for report in reports}) == 1
     held = [number for report in reports for batch in report["documents"] for number in batch]
     assert sorted(held) == list(range(600))
+
+
+# A loader of one rank's packs that accelerate prepares, as for Trainer, which would divide the packs again.
+
+LENGTHS = np.random.default_rng(0).integers(10, 200, 199)
+
+
+def numbers(loader):
+    """Numbers of the documents that a rank reads, or the error."""
+    try:
+        return [number for batch in loader for number in batch.tolist()]
+    except ValueError as error:
+        return str(error)
+
+
+def case_prepared(world):
+    """What this rank reads from its loader as it is, and as prepared."""
+    from accelerate import Accelerator
+
+    sampler = PackedBatchSampler(LENGTHS, capacity=512, packs_per_step=4, rank=world.rank, world_size=2)
+    loader = DataLoader(torch.arange(len(LENGTHS)), batch_sampler=sampler)
+    return numbers(loader), numbers(Accelerator(cpu=True).prepare(loader))
+
+
+def test_packs_are_not_divided_again(pools):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    found = pools(2).run(case_prepared)
+    assert sorted(number for own, _ in found for number in own) == list(range(len(LENGTHS)))
+    for _, prepared in found:
+        assert "divides them among the ranks again" in prepared

@@ -1,28 +1,24 @@
 """Runs of `multipack launch`: killed workers are restarted, signals save and stop, and no step is lost or repeated."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import sharding as tiny
+from launched import Launched, records
 
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
 
-WAIT_SECONDS = 240
-"""Seconds on an idle machine become minutes on a busy one."""
-
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/cmdline").exists(), reason="the processes of a run are found in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not Path("/proc/self/cmdline").exists(), reason="the processes of a run are found in /proc"
+    ),
+]
 
 
 @pytest.fixture
@@ -40,84 +36,29 @@ def launch():
     started = []
 
     def start(out, processes, words, restarts=0):
-        again = ["--max-restarts", str(restarts)] if restarts else []
-        run = ["train", *words, "train.resume=auto", f"out={out}"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "multipack", "launch", "-n", str(processes), *again, "--", *run],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        launcher = ["-m", "multipack", "launch", "-n", str(processes), "--max-restarts", str(restarts), "--"]
+        started.append(
+            Launched(out, processes, [*launcher, "train", *words, "train.resume=auto", f"out={out}"])
         )
-        started.append((process, out))
-        return process
+        return started[-1]
 
     yield start
-    for process, out in started:
-        for number in [*([process.pid] if process.poll() is None else []), *workers(out, process)]:
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        process.communicate()
+    for run in started:
+        run.kill()
+        run.launcher.communicate()
 
 
-def workers(out, launcher):
-    """Processes of the run in `out` except its launcher; torchrun gives each of them its own session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            # The process has ended meanwhile.
-            continue
-        if f"out={out}" in words and int(folder.name) != launcher.pid:
-            found.append(int(folder.name))
-    return sorted(found)
+def finish(run):
+    errors = run.end()
+    assert run.launcher.returncode == 0, errors
 
 
-def end(process, out, succeeds=True):
-    """What a run printed until its end; no process may be left."""
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert (process.returncode == 0) == succeeds, output
-    assert not workers(out, process)
-    return output
-
-
-def records(out):
-    """All records in order, without times."""
-    known = ("step", "loss", "grad_norm", "lr", "target_tokens", "padding")
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{key: json.loads(line).get(key) for key in known} for line in lines]
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (found := condition()):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
-
-
-def wait_for_step(step, process, out):
-    """Wait until the run has recorded a step."""
-    metrics = out / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step, process)
-
-
-def kill_at(step, which, process, out, processes=2, how=signal.SIGKILL):
-    """Send a signal to some ranks as soon as the run has recorded a step (0: as soon as they run)."""
-    numbers = wait_for(lambda: len(found := workers(out, process)) == processes and found, process)
-    if step:
-        wait_for_step(step, process, out)
-    for place in which:
-        os.kill(numbers[place], how)
-    return numbers
-
-
-def kill_and_wait_for_restart(step, which, process, out):
+def kill_and_wait_for_restart(run, step, rank):
     """Kill a rank after a step, and wait until all processes are replaced by others."""
-    before = kill_at(step, [which], process, out)
-    wait_for(lambda: (now := workers(out, process)) and not set(before) & set(now), process)
+    run.until_step(step)
+    before = {*run.running.values()}
+    run.send(signal.SIGKILL, rank)
+    run.until(lambda: (now := {*run.ranks().values()}) and not before & now)
 
 
 def equals_one_process(out, words, alone):
@@ -129,18 +70,17 @@ def equals_one_process(out, words, alone):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_a_run_continues_after_a_kill_and_after_a_signal(pools, long, launch, tmp_path):
     """A killed worker is restarted; SIGTERM saves and stops; the end equals uninterrupted runs of 2 ranks and of 1."""
     words, out, whole = long(24), tmp_path / "run", tmp_path / "whole"
-    process = launch(out, 2, [*words, "log.all_ranks=true"], restarts=3)
-    kill_and_wait_for_restart(5, 1, process, out)
-    wait_for_step(10, process, out)
-    process.send_signal(signal.SIGTERM)
-    printed = end(process, out, succeeds=False)
-    assert "SIGTERM: saved after step" in printed
-    assert "[rank 1]" in printed
-    assert "2 processes" in printed
+    run = launch(out, 2, [*words, "log.all_ranks=true"], restarts=3)
+    kill_and_wait_for_restart(run, 5, 1)
+    run.until_step(10)
+    run.launcher.send_signal(signal.SIGTERM)
+    errors = run.end()
+    assert run.launcher.returncode, errors
+    for part in ("SIGTERM: saved after step", "[rank 1]", "2 processes"):
+        assert part in "\n".join([run.printed, *errors])
     assert 10 <= len(records(out)) < 24
     for more in ([*words, f"out={whole}"], ["train.resume=true", f"out={out}"]):
         pools(2).run(tiny.train_here, more, tmp_path / "cache")
@@ -148,48 +88,39 @@ def test_a_run_continues_after_a_kill_and_after_a_signal(pools, long, launch, tm
     equals_one_process(out, words, tmp_path / "alone")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_restarts_at_any_time_are_bit_for_bit(long, launch, tmp_path):
-    """Either rank: before the first step, before the first checkpoint, during one, and later."""
-    end(launch(tmp_path / "whole", 2, long(12)), tmp_path / "whole")
-    for step in (0, 1, 2, 5):
-        out = tmp_path / f"run-{step}"
-        process = launch(out, 2, long(12), restarts=3)
-        kill_and_wait_for_restart(step, step % 2, process, out)
-        end(process, out)
-        assert records(out) == records(tmp_path / "whole"), step
+    """Either rank: before the first step, before the first checkpoint, during one, and later; as often as allowed."""
+    finish(launch(tmp_path / "whole", 2, long(12)))
+    for number, steps in enumerate(((0, 2, 6), (1, 5, 9))):
+        out = tmp_path / f"run-{number}"
+        run = launch(out, 2, long(12), restarts=len(steps))
+        for kill, step in enumerate(steps):
+            kill_and_wait_for_restart(run, step, (number + kill) % 2)
+        finish(run)
+        assert records(out) == records(tmp_path / "whole"), steps
 
 
-@pytest.mark.slow
-def test_a_run_survives_all_restarts_that_it_may_use(long, launch, tmp_path):
-    out = tmp_path / "run"
-    process = launch(out, 2, long(12), restarts=3)
-    for step in (3, 6, 9):
-        kill_and_wait_for_restart(step, step % 2, process, out)
-    end(process, out)
-    equals_one_process(out, long(12), tmp_path / "alone")
-
-
-@pytest.mark.slow
 def test_a_killed_job_continues_with_fewer_ranks(long, launch, tmp_path):
     """Four ranks are killed with their launcher; the same command on two ranks continues: every step once."""
     out = tmp_path / "run"
-    process = launch(out, 4, long(12))
-    kill_at(5, range(4), process, out, processes=4)
-    end(process, out, succeeds=False)
+    run = launch(out, 4, long(12))
+    run.until_step(5)
+    run.send(signal.SIGKILL, *range(4))
+    errors = run.end()
+    assert run.launcher.returncode, errors
     assert 5 <= len(records(out)) < 12
-    end(launch(out, 2, long(12)), out)
+    finish(launch(out, 2, long(12)))
     equals_one_process(out, long(12), tmp_path / "alone")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_run_within_the_timeout(long, launch, tmp_path, how):
     """The other rank waits parallel.timeout_seconds at most, the launcher ends both, the last checkpoint is whole."""
     out = tmp_path / "run"
-    process = launch(out, 2, [*long(5000), "parallel.timeout_seconds=5"])
-    kill_at(5, [1], process, out, how=how)
-    printed = end(process, out, succeeds=False)
-    assert f"rank 1 {'ended' if how == signal.SIGKILL else 'did not answer'} at step" in printed
+    run = launch(out, 2, [*long(5000), "parallel.timeout_seconds=5"])
+    run.until_step(5)
+    run.send(how, 1)
+    errors = run.end()
+    assert run.launcher.returncode, errors
+    assert f"rank 1 {'ended' if how == signal.SIGKILL else 'did not answer'} at step" in "\n".join(errors)
     assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step >= 4

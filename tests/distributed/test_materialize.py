@@ -3,14 +3,12 @@
 import gc
 import math
 import time
-from functools import cache
 
 import pytest
 import sharding as tiny
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN, DecoderPart, initial_parameters
 from multipack.parallel.fsdp import shard
@@ -18,11 +16,6 @@ from multipack.parallel.materialize import GPU_CHUNK, check_equal, hash_tensor, 
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
-
-
-@cache  # a process serves many cases, and gloo's groups take their time
-def _mesh(*sizes):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
 
 
 def _divided(world, kind, way):
@@ -33,10 +26,10 @@ def _divided(world, kind, way):
         return [tiny.on_meta(kind, part) for part in stages[world.rank :: world.size]]
     model = tiny.on_meta(kind)
     if "tensors" in way:
-        mesh = _mesh(world.size // 2, 2)
+        mesh = tiny.mesh_of(dp_shard=world.size // 2, tp=2)
         divide_tensors(model, mesh["tp"], PARALLEL_PLAN)
     else:
-        mesh = _mesh(world.size, 1)
+        mesh = tiny.mesh_of(dp_shard=world.size, tp=1)
     if "shards" in way:
         shard(model, mesh["dp_shard"], reshard=True)
     return [model]
@@ -97,7 +90,7 @@ def _bytes_made():
 def _most_alive(world):
     """The largest sum of numbers in tensors that are no piece of the model, at any of the broadcasts."""
     model = tiny.on_meta("llama")
-    shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
+    shard(model, tiny.mesh_of(dp_shard=world.size, tp=1)["dp_shard"], reshard=True)
     broadcast, alive = dist.broadcast, []
 
     def watched(tensor, src):

@@ -1,15 +1,20 @@
 """Bytes that ranks hold, counted at named instants, against the formulas of docs/parallel/zero.md."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sharding as tiny
 import torch
 
-from multipack.parallel.build import build_engine, replicate
+from multipack.parallel.build import replicate
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from parallel_tables.held import bytes_held
 
 INSTANTS = ("rest", "forward", "backward", "step")
 
@@ -28,11 +33,8 @@ def expected_bytes(data, parameters, outside, ranks, instant, gathered=4):
 
 def measured(world, data, dtype=torch.float32, micro_batches=2):
     """Bytes at every instant of the second step; before the first there is no optimizer state."""
-    blueprint = tiny.blueprint(tiny.LLAMA)
-    config = ParallelConfig(data=data)
-    adamw = lambda named: tiny.adamw(named.values())  # noqa: E731
-    engine = build_engine(blueprint, adamw, build_mesh(config, world), config, dtype)
-    count = partial(tiny.count_bytes, engine.modules, engine.optimizer)
+    engine = tiny.engine_of(world, ParallelConfig(data=data), tiny.LLAMA, dtype=dtype)
+    count = partial(bytes_held, engine.modules, engine.optimizer)
     found = {}
 
     def after_forward(*_):

@@ -13,8 +13,8 @@ from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import AXES, ParallelConfig
 from multipack.parallel.world import World
+from multipack.training.assemble import packs_per_step
 from multipack.training.run_config import compose
-from multipack.training.run_parts import packs_per_step
 
 LENGTHS = np.random.default_rng(3).integers(5, 60, 200)
 

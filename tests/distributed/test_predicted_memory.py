@@ -1,19 +1,21 @@
 """Bytes that `multipack advise` predicts, against those that the ranks of real engines hold in a step."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import sharding as tiny
 import torch
 
 from multipack.launch.memory_model import Workload, memory_of_stages
-from multipack.parallel.build import build_engine
-from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
-from multipack.parallel.state import local
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.precision import DTYPES
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from parallel_tables.held import Saved, bytes_held
 
 RANKS, SLOTS, VOCABULARY = 4, 256, 320
 SIZES = {"d_model": 64, "vocabulary_size": VOCABULARY}
@@ -24,70 +26,32 @@ SHAPES = {
 }
 
 
-def storages(parameters):
-    """Address → bytes of the storages that hold this rank's parts."""
-    held = [local(each.detach()).untyped_storage() for each in parameters]
-    return {each.data_ptr(): each.nbytes() for each in held}
-
-
-class Held:
+class Held(Saved):
     """The most bytes at a time of what autograd saves, of gathered parameters, and of gradients.
 
     Gradients are looked at in forward passes: a block's before it is reduced is a temporary.
     """
 
     def __init__(self, engine):
-        self.modules, self.users, self.now = engine.modules, {}, 0
-        self.shards = [each for group in engine.optimizer.param_groups for each in group["params"]]
-        self.resting = storages(self.parameters())
-        self.saved = self.gathered = self.gradients = 0
+        super().__init__(engine.modules, engine.optimizer)
+        self.resting = self.parameters()
+        self.gathered = self.gradients = 0
 
-    def parameters(self):
-        return [*self.shards, *(each for module in self.modules for each in module.parameters())]
-
-    @torch.no_grad()
     def look(self):
-        self.places = storages(self.parameters())
-        gathered = sum(size for place, size in self.places.items() if place not in self.resting)
+        gathered = sum(size for place, size in self.parameters().items() if place not in self.resting)
         self.gathered = max(self.gathered, gathered)
 
-    @torch.no_grad()
     def look_at_gradients(self):
-        gradients = storages(each.grad for each in self.parameters() if each.grad is not None)
-        self.gradients = max(self.gradients, sum(gradients.values()))
+        self.gradients = max(self.gradients, bytes_held(self.modules, self.optimizer)["gradients"])
 
     def keep(self, tensor):
         self.look()
         self.look_at_gradients()
-        return _Saved(tensor, self)
+        return super().keep(tensor)
 
     def give(self, saved):
         self.look()
         return saved.tensor
-
-
-class _Saved:
-    """A saved tensor; its storage counts once, as long as anybody has it, and not at all if it is a parameter's."""
-
-    @torch.no_grad()
-    def __init__(self, tensor, held):
-        self.tensor, self.held = tensor, held
-        storage = local(tensor).untyped_storage()
-        self.place, self.size = storage.data_ptr(), storage.nbytes()
-        if self.place in held.places:
-            self.size = 0
-        self._count(1)
-
-    def __del__(self):
-        self._count(-1)
-
-    def _count(self, more):
-        held = self.held
-        before = held.users.get(self.place, 0)
-        held.users[self.place] = before + more
-        if self.size and 0 in (before, before + more):
-            held.now += more * self.size
-            held.saved = max(held.saved, held.now)
 
 
 def shape_of(name, words):
@@ -105,21 +69,16 @@ ADAPTERS = {
 
 def measured(world, words, name, dtype, micro_batches, adapter=""):
     """This rank's place in the pipeline, and its bytes in the second step: in the first, state is made."""
-    config = ParallelConfig(**words)
-    mesh, shape = build_mesh(config, world), shape_of(name, words)
-    blueprint = tiny.blueprint(
+    shape = shape_of(name, words)
+    engine = tiny.engine_of(
+        world,
+        ParallelConfig(**words),
         shape,
-        head_layers(shape),
-        adapter=ADAPTERS[adapter],
-        dtype=DTYPES[dtype] if adapter else torch.float32,
-    )
-    engine = build_engine(
-        blueprint,
-        lambda named: tiny.adamw([each for each in named.values() if each.requires_grad]),
-        mesh,
-        config,
-        DTYPES[dtype],
+        dtype=DTYPES[dtype],
         micro_batches=micro_batches,
+        head_layers=head_layers(shape),
+        adapter=ADAPTERS[adapter],
+        adapter_dtype=DTYPES[dtype] if adapter else torch.float32,
     )
     packs = [tiny.packed((100, 50, 42, 30, 34), number, VOCABULARY, SLOTS) for number in range(micro_batches)]
     engine.forward_backward(packs, 1.0)
@@ -128,8 +87,8 @@ def measured(world, words, name, dtype, micro_batches, adapter=""):
     with torch.autograd.graph.saved_tensors_hooks(held.keep, held.give):
         engine.forward_backward(packs, 1.0)
     held.look_at_gradients()
-    found = tiny.count_bytes(engine.modules, engine.optimizer) | {"gradients": held.gradients}
-    return mesh.coordinate("pp"), found | {"saved": held.saved, "gathered": held.gathered}
+    found = bytes_held(engine.modules, engine.optimizer) | {"gradients": held.gradients}
+    return engine.mesh.coordinate("pp"), found | {"saved": held.most, "gathered": held.gathered}
 
 
 STRATEGIES = [

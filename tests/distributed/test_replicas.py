@@ -7,23 +7,13 @@ import sharding as tiny
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from multipack.parallel.build import build_engine
-from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 
 STEPS, MICRO_BATCHES = 2, 2
 
 
 def engine_of(world, words, seed):
-    config = ParallelConfig(**words)
-    blueprint = tiny.blueprint(tiny.SHAPES["llama"], seed=seed)
-    return build_engine(
-        blueprint,
-        lambda named: tiny.adamw(named.values()),
-        build_mesh(config, world),
-        config,
-        micro_batches=MICRO_BATCHES,
-    )
+    return tiny.engine_of(world, ParallelConfig(**words), tiny.LLAMA, micro_batches=MICRO_BATCHES, seed=seed)
 
 
 def train(engine, steps):

@@ -3,29 +3,22 @@
 That they train as one process does is in test_parity.py.
 """
 
-import functools
-
 import pytest
 import sharding as tiny
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.materialize import materialize
 
 
-@functools.cache  # creating gloo's groups takes time
-def _mesh(*sizes):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[3 - len(sizes) :])
-
-
 def _mesh_of(world, stage):
     """Over all ranks, as the stage wants it."""
     if stage in ("zero2", "zero3"):
-        return _mesh(world.size, 1)["dp_shard"]
+        return tiny.mesh_of(dp_shard=world.size, tp=1)["dp_shard"]
     groups = world.size if stage == "groups of one" else 2
-    return _mesh(groups, world.size // groups, 1)["dp_replicate", "dp_shard"]
+    mesh = tiny.mesh_of(dp_replicate=groups, dp_shard=world.size // groups, tp=1)
+    return mesh["dp_replicate", "dp_shard"]
 
 
 def _sharded(world, kind, stage, **options):

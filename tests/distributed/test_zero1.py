@@ -1,7 +1,6 @@
 """An optimizer that ranks divide: the bits of the whole one, and each state held once."""
 
 from collections import Counter
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -9,19 +8,12 @@ import sharding as tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel import zero1
 from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.zero1 import ShardedOptimizer, assign_owners
-
-
-@cache  # a process serves many cases, and gloo's groups take their time
-def _mesh(*sizes):
-    names = ("dp_replicate", "dp_shard", "tp")[: len(sizes)]
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def _two_groups(parameters):
@@ -63,7 +55,7 @@ def _compared(world, kind):
         model.positions.weight.requires_grad_(False) if kind == "gpt" else None
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if divides:
-            updates = ShardedOptimizer(_two_groups, trained, _mesh(world.size))
+            updates = ShardedOptimizer(_two_groups, trained, tiny.mesh_of(dp_replicate=world.size))
         else:
             updates = _two_groups(trained)
         _trained(world, kind, updates, model)
@@ -102,7 +94,9 @@ def test_a_divided_optimizer_gives_the_bits_of_the_whole_one(pools, size, kind, 
 
 def _counted(world):
     model = tiny.fresh("llama")
-    updates = ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(world.size))
+    updates = ShardedOptimizer(
+        _two_groups, dict(model.named_parameters()), tiny.mesh_of(dp_replicate=world.size)
+    )
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     with tiny.Communication() as seen:

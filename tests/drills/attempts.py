@@ -8,13 +8,19 @@ import signal
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mutation import MARKER
 
 SECONDS, WAIT, BYTES = 10, 120, 4 << 30  # of processor time, on a busy machine, beyond what is used
 SEED = os.environ.get("SEED", "")
 """Another value of this variable draws other mutants."""
+MUTANTS = int(os.environ.get("MUTANTS", "1000"))
+"""10,000 tries ten times as many mutants of every surface."""
 CLEAN = ("refused", "memory", "accepted", "equal", "different")
 """Outcomes of mutants that are not lost: the command line shows one line where memory is lacking, too. What is read of
 an accepted mutant equals that of the original, or differs."""
@@ -98,47 +104,63 @@ def _attempts(attempt, numbers, writer):
     os._exit(0)
 
 
+@dataclass
+class Surface:
+    """A file that mutants replace.
+
+    Attributes:
+        name: of the surface.
+        file: a valid file.
+        mutations: function of (its content, random numbers) → number of mutants where `MUTANTS` is 1,000.
+        read: reads the file; what it returns of a mutant is compared with the original's, unless it is None.
+        finish: is called before each reading.
+    """
+
+    name: str
+    file: Path
+    mutations: dict[Callable[[bytes, random.Random], bytes], int]
+    read: Callable[[], Any]
+    finish: Callable[[], Any] = lambda: None
+
+
 class Drill:
-    """Runs mutants of several files, and counts what was lost."""
+    """Tries mutants of surfaces, one after the other, and fails if one was lost."""
 
     def __init__(self, outcome):
         self._outcome, self._total, self._lost = outcome, Counter(), []
 
-    def __call__(self, name, file, mutations, read, finish=lambda: None):
-        """Call `finish` and `read` after each mutation of a file; `mutations` are functions and their numbers.
-
-        What `read` returns is compared with what it returns of the original, unless it is None.
-        """
-        original = file.read_bytes()
-        for mutate, count in mutations:
-            known = []  # in each process, the value of the original
-
-            def attempt(number, mutate=mutate, known=known):
-                draw = random.Random(f"{name} {mutate.__name__} {number}{SEED}")
-                try:
-                    if not known:
-                        file.write_bytes(original)
-                        finish()
-                        known.append(repr(read()))
-                    mutant = mutate(original, draw)
-                except (ValueError, OSError) as error:
-                    raise AssertionError(f"the original is refused: {error}") from error
-                file.write_bytes(mutant)
-                finish()
-                value = repr(read())
-                return "accepted" if value == "None" else "equal" if value == known[0] else "different"
-
-            found, lost = run_all(attempt, count, f"{name} {mutate.__name__}")
-            self._total.update(found)
-            self._lost += lost
-        file.write_bytes(original)
-        finish()
-
-    def check(self):
-        """Record the counts, and fail if a mutant was lost."""
+    def __call__(self, surfaces):
+        for surface in surfaces:
+            original = surface.file.read_bytes()
+            for mutate, count in surface.mutations.items():
+                name = f"{surface.name} {mutate.__name__}"
+                attempt = partial(self._attempt, surface, original, mutate, [])
+                found, lost = run_all(attempt, max(round(count * MUTANTS / 1000), 1), name)
+                self._total.update(found)
+                self._lost += lost
+            surface.file.write_bytes(original)
+            surface.finish()
         self._outcome("mutants", sum(self._total.values()))
         for kind in dict.fromkeys((*CLEAN, "hang", "crash", *sorted(self._total))):
             self._outcome(kind, self._total[kind])
         self._outcome("executions", int(MARKER.exists()))
         MARKER.unlink(missing_ok=True)
         assert not self._lost, "\n".join(self._lost)
+
+    def _attempt(self, surface, original, mutate, known, number):
+        """Of a forked process; `known` gets what is read of the original."""
+        draw = random.Random(f"{surface.name} {mutate.__name__} {number}{SEED}")
+        try:
+            if not known:
+                known.append(self._read(surface, original))
+            mutant = mutate(original, draw)
+        except (ValueError, OSError) as error:
+            raise AssertionError(f"the original is refused: {error}") from error
+        value = self._read(surface, mutant)
+        return "accepted" if value == "None" else "equal" if value == known[0] else "different"
+
+    @staticmethod
+    def _read(surface, content):
+        surface.file.write_bytes(content)
+        surface.finish()
+        return repr(surface.read())

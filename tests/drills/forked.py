@@ -114,6 +114,20 @@ def prepare_store(source: str, folder: str) -> None:
     prepare(data, TokenizerConfig("bpe", "", 300), Path(folder) / "store")
 
 
+def prepare_in_parts(words: list[str]) -> None:
+    """The command `multipack prepare`, with small batches and shards."""
+    from multipack.cli import main
+    from multipack.data.stores import prepare, writer
+
+    prepare.BATCH_DOCUMENTS, writer.SHARD_TOKENS = 10, 3000
+    sys.argv = ["multipack", "prepare", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
 def create(path: str, config: str, go: str) -> None:
     """Make the directory of a new run and lock its log, when the file `go` appears."""
     from multipack.run import RunDirectory

@@ -7,13 +7,11 @@ import random
 import shutil
 import signal
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import forked
 import pytest
 
-from multipack.planning.cost import CostModel, Seconds
 from multipack.run import RunDirectory
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
@@ -139,15 +137,13 @@ def original(tmp_path_factory, run_words):
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory, run_words):
-    """A run on pairs with a measured cost, whose directory has the files of both."""
+    """A run on pairs, whose directory has the reference's values."""
     folder = tmp_path_factory.mktemp("preferences")
     rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    replace(CostModel.from_shape(), timed=Seconds(1e-3, 1e-6, 1e-9, 1e-5)).save(folder / "cost.json")
     more = ["train.steps=6", "train.eval_every=0", "train.checkpoint_every=2", "optimizer.decay_steps=8"]
     more += [
         f"data.path={folder / 'pairs.jsonl'}",
-        f"plan.cost={folder / 'cost.json'}",
         f"out={folder / 'run'}",
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -213,13 +209,10 @@ def test_damaged_files(original, tmp_path, outcome, capsys):
 
 
 def test_damaged_files_beside_checkpoints(preferences, tmp_path, outcome, capsys):
-    """The log-probabilities of the reference model, and the cost model."""
+    """The log-probabilities of the reference model."""
+    name = "reference.safetensors"
     hows = [how for how in DAMAGES if how not in ("older", "link")] + ["flip"] * 6
-    cases = [
-        (f"{how} {name}", name, DAMAGES[how])
-        for name in ("reference.safetensors", "cost.json")
-        for how in hows
-    ]
+    cases = [(f"{how} {name}", name, DAMAGES[how]) for how in hows]
     _try(preferences, tmp_path, cases, outcome, capsys)
 
 

@@ -5,20 +5,17 @@ leave no process, print one line for each rank that is left, name the lost rank,
 run that was not disturbed; with two ranks bit for bit.
 """
 
-import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
+from launched import Launched, records
 from pool import Pool
 from sharding import train_here
 
@@ -60,73 +57,19 @@ def settings(words):
     return [*fixed, f"parallel.timeout_seconds={TIMEOUT_SECONDS}"]
 
 
-class Run:
-    """A run of several ranks, its launcher, and what they print."""
+class Run(Launched):
+    """A run that is disturbed: by a signal after `DISTURBED` steps, or by a rank's own action in that step."""
 
     def __init__(self, folder, size, settings, action="pass", rank=1, launch=(), setup=""):
-        self.out, self.size = folder / "run", size
-        program = folder / "program.py"
+        out, program = folder / "run", folder / "program.py"
         program.write_text(PROGRAM.format(step=DISTURBED, rank=rank, action=action, setup=setup))
-        torchrun = [
-            "-m",
-            "multipack.launch.torchrun",
-            "--rdzv-backend",
-            "loopback",
-            "--nproc-per-node",
-            str(size),
-            *launch,
-        ]
-        command = [str(program), "train", *settings, "train.resume=auto", f"out={self.out}"]
-        self.launcher = subprocess.Popen(
-            [sys.executable, *torchrun, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        ranks = ["--rdzv-backend", "loopback", "--nproc-per-node", str(size), *launch]
+        words = [str(program), "train", *settings, "train.resume=auto", f"out={out}"]
+        super().__init__(out, size, ["-m", "multipack.launch.torchrun", *ranks, *words])
 
-    def ranks(self):
-        """Rank → process, of the ranks that run."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                rank = next((entry[5:] for entry in environment if entry.startswith("RANK=")), None)
-                if f"out={self.out}" in words and rank is not None:
-                    found[int(rank)] = int(folder.name)
-        return found
-
-    def send(self, number, rank=None):
-        """Send a signal to a rank, or to the launcher's process group, after some steps."""
-        metrics, ends = self.out / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= DISTURBED):
-            assert self.launcher.poll() is None, self.launcher.communicate()
-            assert time.monotonic() < ends
-            time.sleep(0.05)
-        if rank is None:
-            os.killpg(self.launcher.pid, number)
-        else:
-            os.kill(self.ranks()[rank], number)
-
-    def end(self, seconds):
-        """Wait until the launcher and its ranks have ended; returns the lines on standard error."""
-        began = time.monotonic()
-        try:
-            self.printed, errors = self.launcher.communicate(timeout=seconds + SLACK_SECONDS)
-        finally:
-            left = self.ranks()
-            for process in [*left.values(), self.launcher.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-        assert not left, f"ranks {sorted(left)} are left"
-        self.seconds = time.monotonic() - began
-        return errors.splitlines()
-
-    def records(self):
-        known = ("step", "loss", "grad_norm", "lr", "target_tokens", "padding")
-        lines = (self.out / "metrics.jsonl").read_text().splitlines()
-        return [{key: json.loads(line).get(key) for key in known} for line in lines]
+    def disturb(self, number, *ranks):
+        self.until_step(DISTURBED)
+        self.send(number, *ranks)
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +85,7 @@ def resumed(tmp_path_factory):
             pool.run(train_here, [*settings, f"out={out}"], cache)
             whole[run.size] = out
         pool.run(train_here, [*settings, "train.resume=auto", f"out={run.out}"], cache)
-        found, run.out = run.records(), whole[run.size]
-        return found, run.records()
+        return records(run.out), records(whole[run.size])
 
     yield resume
     for pool in pools.values():
@@ -169,8 +111,8 @@ LOST = {
 @pytest.mark.parametrize("how", LOST)
 def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path, settings, resumed, outcome, how, size, lost):
     run = Run(tmp_path, size, settings)
-    run.send(how, lost)
-    errors = run.end(seconds=10 if how == signal.SIGKILL else TIMEOUT_SECONDS + 15)
+    run.disturb(how, lost)
+    errors = run.end((10 if how == signal.SIGKILL else TIMEOUT_SECONDS + 15) + SLACK_SECONDS)
     outcome(how.name, 1)
     outcome("seconds", round(run.seconds, 1))
     survivors = [line for line in errors if re.search(LOST[how].format(lost) + "$", line)]
@@ -213,7 +155,7 @@ def hang(of, name, call):
 {BLOCKS}"""
     waits = [*settings, "parallel.timeout_seconds=300"]
     run = Run(tmp_path, size, waits, f"hang(self.{HANGS[stage]})", lost, setup=hang)
-    errors = run.end(seconds=240)  # with the start of the run
+    errors = run.end()  # with the start of the run
     outcome("ranks that hang", 1)
     place = f"step {DISTURBED} ({stage}) within parallel.timeout_seconds={TIMEOUT_SECONDS}"
     assert all(line.endswith(f"error: rank {lost} did not answer at {place}") for line in errors), errors
@@ -235,7 +177,7 @@ def test_a_rank_that_is_lost_while_it_writes_a_checkpoint_is_named(
     """The others wait for a slow disk without a limit, but not for a rank without heartbeats."""
     settings = [*settings, f"train.checkpoint_async={background}"]
     run = Run(tmp_path, 2, settings, STOPS.format(int(how)))
-    errors = run.end(seconds=240)  # with the start of the run
+    errors = run.end()  # with the start of the run
     outcome(how.name, 1)
     survivors = [line for line in errors if re.search(LOST[how].format(1) + "$", line)]
     assert len(survivors) == 1, errors
@@ -249,27 +191,27 @@ def test_a_rank_that_is_lost_while_it_writes_a_checkpoint_is_named(
 def test_a_signal_saves_and_stops_all_ranks(tmp_path, settings, resumed, outcome, how, rank, code):
     """Ctrl-C reaches the launcher's group; a scheduler's signal may reach one rank only."""
     run = Run(tmp_path, 2, settings)
-    run.send(how, rank)
-    errors = run.end(seconds=5)
+    run.disturb(how, *([] if rank is None else [rank]))
+    errors = run.end(5 + SLACK_SECONDS)
     outcome("signals", 1)
     outcome("seconds", round(run.seconds, 1))
     assert run.launcher.returncode == code
     stops = f"{how.name}: the run saves and stops after this step; a second signal kills it"
     assert errors == ([stops] if rank is None else [])  # printed by the launcher
-    assert f"saved after step {len(run.records())}" in run.printed
+    assert f"saved after step {len(records(run.out))}" in run.printed
     check_resumed(resumed, run, settings, outcome)
 
 
 def test_ranks_of_a_launcher_that_is_killed_save_and_stop(tmp_path, settings, resumed, outcome):
     run = Run(tmp_path, 2, settings)
-    run.send(signal.SIGKILL)
+    run.disturb(signal.SIGKILL)
     began = time.monotonic()
     while run.ranks() and time.monotonic() < began + 5 + SLACK_SECONDS:
         time.sleep(0.1)
     outcome("launchers killed", 1)
     outcome("seconds", round(time.monotonic() - began, 1))
     assert not run.ranks()
-    assert f"saved after step {len(run.records())}" in run.launcher.communicate()[0]
+    assert f"saved after step {len(records(run.out))}" in run.launcher.communicate()[0]
     check_resumed(resumed, run, settings, outcome)
 
 
@@ -285,7 +227,7 @@ def test_an_error_on_one_rank_is_printed_and_repeated(
     tmp_path, settings, resumed, outcome, action, code, message, size
 ):
     run = Run(tmp_path, size, settings, action)
-    errors = run.end(seconds=240)  # with the start of the run
+    errors = run.end()  # with the start of the run
     outcome("errors", 1)
     repeated = f"error: rank 1 failed at step {DISTURBED}: {message}"
     assert run.launcher.returncode in (code, 2), errors  # 2 if a rank that repeats the error ends first
@@ -299,8 +241,8 @@ def test_an_error_on_one_rank_is_printed_and_repeated(
 
 def test_restarted_ranks_continue(tmp_path, settings, resumed, outcome):
     run = Run(tmp_path, 2, settings, launch=["--max-restarts", "2"])
-    run.send(signal.SIGKILL, 1)
-    run.end(seconds=240)  # with two starts
+    run.disturb(signal.SIGKILL, 1)
+    run.end()  # with two starts
     outcome("restarts", 1)
     assert run.launcher.returncode == 0
     check_resumed(resumed, run, settings, outcome)

@@ -1,31 +1,58 @@
-"""Mutants of every file that multipack reads: each is accepted, or refused by an error of one line.
+"""Mutants of every file and saved state of multipack: each is accepted, or refused by an error of one line.
 
 A mutant is a valid file with random damage: bits, cut ends, values of other types, huge numbers, deep nesting, names of
 files and commands. Each is opened in a forked process with limits of time and memory. Lost are mutants that hang, crash
 the interpreter, run a command, or raise anything but the errors that the command line shows in one line.
 """
 
-import gzip
 import hashlib
+import io
 import json
-from dataclasses import fields
+import resource
+import shutil
+import time
+from dataclasses import asdict, fields
+from itertools import islice
 
 import numpy as np
 import pytest
+import torch
+from attempts import Surface
 from mutation import of_bytes, of_json, of_npy, of_safetensors, of_text, of_tree
+from safetensors.torch import save_file
+from torch.utils.data import RandomSampler
 
-from multipack.data.stores.prepare import items_of
+from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.stores.shards import HEADER, StoreHeader
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.chat import ChatTemplate, built_in_template
 from multipack.data.text.data_config import DataConfig
-from multipack.data.text.sources import Source
-from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer
+from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer
 from multipack.data.views.arriving import GrowingFolder
 from multipack.data.views.documents import Documents
 from multipack.data.views.stored_lengths import read_lengths
+from multipack.integrations.axolotl import MultipackBatchSampler
+from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
+from multipack.launch.allocation import parse_hostfile
+from multipack.models.decoder import Decoder
+from multipack.models.huggingface import decoder_shape, parameter_shapes, to_huggingface
+from multipack.models.pretrained import open_weights
+from multipack.parallel.world import World
+from multipack.planning.cost import CostModel
+from multipack.planning.stream import PackStream
+from multipack.reports.console import Console
+from multipack.run import RunDirectory
+from multipack.shapes import ModelShape
+from multipack.shapes.config_json import config_of
+from multipack.training.assemble import assemble
+from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checks import check
+from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
+from multipack.training.trainer import Trainer
+from multipack.training.weights import trained_shape
 
-pytestmark = pytest.mark.timeout(1200)
+# --- stores and tokenizers ----------------------------------------------------------------------------
 
 
 def read_store(path, verify=True):
@@ -51,127 +78,296 @@ def with_checksum(content, draw):
     return json.dumps({**about, **header} if isinstance(header, dict) else header).encode()
 
 
-def test_stores(drill, store):
+def stores(folder, store):
     header, shard = store / HEADER, store / "shard-0000-00001.safetensors"
-    drill(
-        "header", header, [(of_bytes, 250), (of_json, 150), (with_checksum, 450)], lambda: read_store(store)
-    )
-    drill("shard", shard, [(of_bytes, 150), (of_safetensors, 350)], lambda: read_store(store))
-    drill(
-        "shard unverified", shard, [(of_bytes, 350), (of_safetensors, 150)], lambda: read_store(store, False)
-    )
     assert {field.name for field in fields(StoreHeader)} <= json.loads(header.read_text()).keys()
-    drill.check()
+    yield Surface(
+        "header", header, {of_bytes: 250, of_json: 150, with_checksum: 450}, lambda: read_store(store)
+    )
+    yield Surface("shard", shard, {of_bytes: 150, of_safetensors: 350}, lambda: read_store(store))
+    unverified = {of_bytes: 350, of_safetensors: 150}
+    yield Surface("shard unverified", shard, unverified, lambda: read_store(store, verify=False))
 
 
-def test_positions_of_streams(drill, store, tmp_path):
+def positions_of_streams(folder, store):
     def of_state(content, draw):
         saved = json.loads(content)
         name = draw.choice(("stream", "item"))
         return json.dumps({**saved, name: of_tree(saved[name], draw)}).encode()
 
     data = DataConfig(source="store", path=str(store), stream=True, patience_seconds=0.1, validation=0.1)
+    file = folder / "state.json"
 
     def read():
         stream = GrowingFolder(data, 2000)
-        saved = json.loads((tmp_path / "state.json").read_bytes())
+        saved = json.loads(file.read_bytes())
         stream.load_state_dict(saved["stream"])
         stream.document(saved["item"])
-        for _, item in zip(range(3), stream, strict=False):
+        for item in islice(stream, 3):
             stream.document(item)
 
     stream = GrowingFolder(data, 2000)
-    items = [item for _, item in zip(range(20), stream, strict=False)]
-    (tmp_path / "state.json").write_text(json.dumps({"stream": stream.state_dict(), "item": items[-1]}))
-    drill("position", tmp_path / "state.json", [(of_state, 400)], read)
-    drill.check()
+    items = list(islice(stream, 20))
+    file.write_text(json.dumps({"stream": stream.state_dict(), "item": items[-1]}))
+    yield Surface("position", file, {of_state: 400}, read)
 
 
-def test_tokenizers(drill, tmp_path):
-    tokenizer = byte_tokenizer(["<|im_start|>", "<|im_end|>"])
-    file, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    tokenizer.save(file)
+def tokenizers(folder, store):
+    file, beside = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    byte_tokenizer(["<|im_start|>", "<|im_end|>"]).save(file)
     template = built_in_template("chatml")
     beside.write_text(json.dumps({"eos_token": {"content": "</s>"}, "chat_template": template.source}))
 
     def read():
-        loaded = Tokenizer.load(tmp_path)
+        loaded = Tokenizer.load(folder)
         loaded.decode(loaded.encode("some text, é\n\n")[:8])
         if loaded.chat_template:
-            chat = ChatTemplate(
-                loaded.chat_template, loaded.special_tokens, loaded.bos_token, loaded.eos_token
-            )
+            special = (loaded.special_tokens, loaded.bos_token, loaded.eos_token)
+            chat = ChatTemplate(loaded.chat_template, *special)
             loaded.encode_parts([chat.parts([{"role": "user", "content": "a"}])])
 
-    drill("tokenizer", file, [(of_bytes, 200), (of_json, 400)], read)
-    drill("tokenizer_config", beside, [(of_bytes, 100), (of_json, 150)], read)
-    chat = tmp_path / "chat_template.json"
+    yield Surface("tokenizer", file, {of_bytes: 200, of_json: 400}, read)
+    yield Surface("tokenizer_config", beside, {of_bytes: 100, of_json: 150}, read)
+    chat, source = folder / "chat_template.json", folder / "template.jinja"
     chat.write_text(template.to_json())
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    drill(
-        "chat_template.json",
-        chat,
-        [(of_json, 200)],
-        lambda: ChatTemplate.from_json(chat.read_text()).parts(messages),
-    )
-    source = tmp_path / "template.jinja"
     source.write_text(template.source)
-    drill(
-        "template",
-        source,
-        [(of_bytes, 250), (of_text, 450)],
-        lambda: ChatTemplate(source.read_bytes().decode("utf-8", "replace"), ["<|im_end|>"]).parts(messages),
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def read_source():
+        ChatTemplate(source.read_bytes().decode("utf-8", "replace"), ["<|im_end|>"]).parts(messages)
+
+    read_chat = lambda: ChatTemplate.from_json(chat.read_text()).parts(messages)  # noqa: E731
+    yield Surface("chat_template.json", chat, {of_json: 200}, read_chat)
+    yield Surface("template", source, {of_bytes: 250, of_text: 450}, read_source)
+
+
+# --- settings, weights and measurements ---------------------------------------------------------------
+
+
+def settings(folder, store):
+    file, words = folder / "config.yaml", folder / "words"
+    tree = {key: value for key, value in asdict(compose([])).items() if key != "out"}
+    file.write_text(json.dumps(tree))
+    words.write_text(
+        "model=tiny data=jsonl data.path=a.jsonl data.fields=[a,b] train.steps=3 optimizer.lr=1e-3"
+        " tokenizer=byte plan.capacity=512 optimizer.warmup_steps=2 out=somewhere train.dtype=fp32"
     )
-    drill.check()
+
+    def read():
+        config = compose([f"config={file}"])
+        check(config, 1)
+        if config.model.layers < 100 and config.model.d_model < 1 << 13:
+            parameter_shapes(config.shape_with(300))
+
+    def read_words():
+        compose_run(words.read_bytes().decode("utf-8", "replace").split(" "))
+
+    yield Surface("yaml", file, {of_bytes: 100, of_json: 200, of_text: 100}, read)
+    yield Surface("words", words, {of_text: 250}, read_words)
 
 
-RECORDS = {
-    "text": {"text": "some text"},
-    "completion": {"prompt": "a question", "completion": "an answer"},
-    "chat": {
-        "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]},
-        ],
-        "tools": [{"name": "f"}],
-    },
-    "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    "pairs": {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]},
+def weights_of_huggingface(folder, store):
+    shape = ModelShape(1, 2, 1, 16, 24, vocabulary_size=20)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    written = {**config_of(shape), "layer_types": ["full_attention"], "text_config": None}
+    config.write_text(json.dumps(written))
+    tensors = to_huggingface(shape, Decoder(shape).state_dict())
+    save_file(tensors, weights)
+
+    def shapes():
+        CostModel.from_shape(ModelShape.from_huggingface(config)).cost(np.arange(1, 9))
+
+    def read():
+        for value in open_weights(folder)[1].values():
+            value()
+
+    yield Surface("config.json for planning", config, {of_bytes: 150, of_json: 450}, shapes)
+    yield Surface("config.json", config, {of_json: 250}, lambda: parameter_shapes(decoder_shape(config)))
+    yield Surface("config.json with weights", config, {of_json: 250}, read)
+    yield Surface("weights", weights, {of_bytes: 200, of_safetensors: 350}, read)
+    index = folder / "model.safetensors.index.json"
+    weights.rename(folder / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    yield Surface("index", index, {of_bytes: 50, of_json: 100}, read)
+
+
+def hosts_and_counts(folder, store):
+    hosts, counts = folder / "hosts", folder / "counts.npy"
+    hosts.write_text("node1 slots=8\nnode2:4\n# comment\n")
+    np.save(counts, np.arange(50))
+    read_hosts = lambda: parse_hostfile(hosts.read_text(errors="replace"), "hosts")  # noqa: E731
+    read_counts = lambda: read_lengths(counts, 64, histogram=True)  # noqa: E731
+    yield Surface("hosts", hosts, {of_text: 150}, read_hosts)
+    yield Surface("counts", counts, {of_bytes: 200, of_npy: 150}, read_counts)
+
+
+# --- runs ---------------------------------------------------------------------------------------------
+
+
+def finished_run(folder, store):
+    """A run of four steps."""
+    words = f"data=store data.path={store} model=tiny train.steps=4 train.eval_every=2 train.dtype=fp32"
+    words += " plan.capacity=1024 plan.packs_per_step=2 train.checkpoint_every=2 train.sample_tokens=0"
+    train(compose_run([*words.split(), f"data.cache={folder / 'cache'}", f"out={folder / 'run'}"]))
+    return RunDirectory(folder / "run")
+
+
+def with_hash(path):
+    """A function that makes the checksum of a checkpoint's state.json again."""
+    state = path / "state.json"
+    return lambda: (path / ".complete").write_text(hashlib.sha256(state.read_bytes()).hexdigest())
+
+
+def checkpoints(folder, store):
+    run = finished_run(folder, store)
+    path = run.latest_checkpoint()
+    state, config = path / "state.json", path / "config.yaml"
+
+    def of_files():
+        content = json.loads(state.read_bytes())
+        for name in content["files"]:
+            content["files"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+        state.write_text(json.dumps(content))
+        with_hash(path)()
+
+    def read():
+        source = load_checkpoint(path).source
+        for group in ("model", "optimizer"):
+            source.whole(group)
+
+    tensors = max((path / "tensors").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    again, latest = (
+        lambda: compose_run([f"train.resume={path}"]),
+        lambda: RunDirectory(run.path).latest_checkpoint(),
+    )
+    yield Surface("state.json", state, {of_bytes: 100}, read)
+    yield Surface("state.json with its hash", state, {of_bytes: 100, of_json: 350}, read, with_hash(path))
+    yield Surface("complete", path / ".complete", {of_bytes: 30}, read)
+    yield Surface("tensors", tensors, {of_bytes: 100}, read)
+    yield Surface("tensors with their hash", tensors, {of_safetensors: 250, of_bytes: 60}, read, of_files)
+    yield Surface("config.yaml", config, {of_bytes: 100, of_text: 100}, again)
+    yield Surface("shape", config, {of_bytes: 50, of_text: 150}, lambda: trained_shape(path))
+    yield Surface("latest", run.latest, {of_bytes: 100}, latest)
+    yield Surface("metrics", run.metrics, {of_bytes: 150}, lambda: list(RunDirectory(run.path).records()))
+
+
+def progress_of_checkpoints(folder, store):
+    """Fields of a run's progress, through the trainer that restores them."""
+    run = finished_run(folder, store)
+    path = run.latest_checkpoint()
+    whole = shutil.copytree(run.path, run.path.with_name("copy"))
+    assert json.loads((path / "state.json").read_bytes())["progress"]
+
+    def of_progress(content, draw):
+        tree = json.loads(content)
+        tree["progress"] = of_tree(tree["progress"], draw)
+        return json.dumps(tree).encode()
+
+    def read():
+        for name in ("metrics.jsonl", "samples.txt"):
+            shutil.copyfile(whole / name, run.path / name)
+        config = compose_run([f"train.resume={path}", "train.steps=6"])
+        console = Console(stream=io.StringIO())
+        Trainer(assemble(config, World(), console, time.perf_counter), console).close()
+
+    yield Surface("progress", path / "state.json", {of_progress: 150}, read, with_hash(path))
+
+
+# --- states of the planner and the samplers -----------------------------------------------------------
+
+LENGTHS = np.random.default_rng(3).integers(1, 60, 60)
+
+
+def sampler(**options):
+    sizes = {"capacity": 128, "packs_per_step": 4, "rank": 1, "world_size": 2, "seed": 3}
+    return PackedBatchSampler(LENGTHS, **sizes, **options)
+
+
+class Stored:
+    """A source with a state of its own."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        while self.next < len(LENGTHS):
+            self.next += 1
+            yield {"length": int(LENGTHS[self.next - 1])}
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        if "next" not in state:
+            raise ValueError("the state of the source lacks next")
+        self.next = state["next"]
+
+
+def stream():
+    return PackStream(Stored(), capacity=128, packs_per_step=2, window=2, length=lambda item: item["length"])
+
+
+def axolotl():
+    order = RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(1))
+    return MultipackBatchSampler(order, 2, 128, LENGTHS)
+
+
+MAKERS = {
+    "sampler, keep": sampler,
+    "sampler, carry": lambda: sampler(tail="carry"),
+    "stream": stream,
+    "multipack_v2": lambda: MultipackDistributedBatchSampler(128, LENGTHS, 2, 1),
+    "axolotl": axolotl,
 }
 
 
-@pytest.mark.parametrize("form", RECORDS)
-def test_records(drill, tmp_path, form):
-    def read(file):
-        config = DataConfig(source="jsonl", path=str(file), cache=str(tmp_path / "cache"))
-        source = Source(config, TokenizerConfig("byte"))
-        assert source.identity
-        list(items_of(source))
+def state_of(name):
+    """A surface whose mutants stay in memory, where a state has tensors."""
 
-    record = RECORDS[form]
+    def saved_states(folder, store):
+        make, mutants = MAKERS[name], []
+        begun = make()
+        iterator = iter(begun)
+        for _ in range(3):
+            next(iterator)
+        state = begun.state_dict()
+        state = state if name == "axolotl" else json.loads(json.dumps(state))
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def of_record(content, draw):
-        lines = [json.dumps(record), json.dumps(of_tree(record, draw)), json.dumps(record)]
-        draw.shuffle(lines)
-        return "\n".join(lines).encode()
+        def of_state(content, draw):
+            mutants.append(of_tree(state, draw))
+            return content
 
-    lines, listed, packed = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "c.jsonl.gz"
-    lines.write_text("\n".join([json.dumps(record)] * 3))
-    listed.write_text(json.dumps([record] * 3))
-    packed.write_bytes(gzip.compress(lines.read_bytes()))
-    drill(f"{form} lines", lines, [(of_record, 250), (of_bytes, 100)], lambda: read(lines))
-    drill(f"{form} list", listed, [(of_json, 80), (of_bytes, 40)], lambda: read(listed))
-    drill(f"{form} gz", packed, [(of_bytes, 50)], lambda: read(packed))
-    drill.check()
+        def read():
+            """Documents of the next batches."""
+            made = make()
+            made.load_state_dict(mutants.pop() if mutants else state)
+            after = [getattr(batch, "positions", batch) for batch in made]
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (1 << 20)  # KiB
+            return [each.tolist() if hasattr(each, "tolist") else each for each in after]
+
+        (folder / "state").write_bytes(b"")
+        yield Surface(name, folder / "state", {of_state: 2000}, read)
+
+    return saved_states
 
 
-def test_lengths(drill, tmp_path):
-    file, counts = tmp_path / "lengths.npy", tmp_path / "counts.npy"
-    np.save(file, np.arange(1, 50))
-    np.save(counts, np.arange(50))
-    drill("lengths", file, [(of_bytes, 300), (of_npy, 250)], lambda: read_lengths(file, 4096))
-    drill(
-        "counts", counts, [(of_bytes, 200), (of_npy, 150)], lambda: read_lengths(counts, 64, histogram=True)
-    )
-    drill.check()
+SURFACES = [
+    stores,
+    positions_of_streams,
+    tokenizers,
+    settings,
+    weights_of_huggingface,
+    hosts_and_counts,
+]
+SURFACES += [checkpoints, progress_of_checkpoints]
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    "make",
+    [*SURFACES, *(pytest.param(state_of(name), id=name) for name in MAKERS)],
+    ids=lambda make: make.__name__,
+)
+def test_mutants(make, drill, tmp_path, store):
+    drill(make(tmp_path, store))

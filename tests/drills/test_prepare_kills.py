@@ -1,33 +1,13 @@
 """`prepare`, killed at random instants and started again, writes the same bytes and leaves nothing else behind."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
+import shutil
 
+import forked
 import pytest
 
 KILLS = 6
-PROGRAM = """
-import sys
-from multipack.data.stores import prepare as module, writer
-module.BATCH_DOCUMENTS, writer.SHARD_TOKENS = 10, 3000
-from multipack.cli import main
-sys.argv[1:1] = ["prepare"]
-main()
-"""
-
-
-def start(*words):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, words)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
 
 
 def content(folder):
@@ -52,27 +32,21 @@ def test_a_killed_prepare_ends_with_the_same_bytes(tmp_path, outcome, options):
         lines = [{"text": f"{file} {line % 300} " + "word " * (line % 40)} for line in range(600)]
         (source / f"{file}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ["data=jsonl", f"data.path={source}", *options]
-    begun = time.monotonic()
-    whole = start(*words, f"data.cache={tmp_path / 'cache'}", f"--store={tmp_path / 'whole' / 'store'}")
-    assert whole.wait(120) == 0, whole.stderr.read().decode()
-    seconds = time.monotonic() - begun
-    draw, kills, inside = random.Random(str(options)), 0, 0
-    killed = [*words, f"data.cache={tmp_path / 'other'}", f"--store={tmp_path / 'killed' / 'store'}"]
+    whole = [*words, f"data.cache={tmp_path / 'cache'}", f"--store={tmp_path / 'whole' / 'store'}"]
+    ended = forked.start(tmp_path, forked.prepare_in_parts, whole).wait()
+    assert ended.code == 0, ended.text
+    draw, kills, inside, killed = random.Random(str(options)), 0, 0, tmp_path / "killed"
+    again = [*words, f"data.cache={tmp_path / 'other'}", f"--store={killed / 'store'}"]
     while kills < KILLS:
-        process = start(*killed)
-        time.sleep(draw.uniform(0.3, 1.0) * seconds)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-            inside += (tmp_path / "killed").exists()
-        process.wait(30)
-        if process.returncode == 0:  # it was faster: once more from the beginning
-            for path in sorted((tmp_path / "killed").rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-    last = start(*killed)
-    code, text = last.wait(120), last.stderr.read().decode()
-    different = content(tmp_path / "killed") != content(tmp_path / "whole")
+        cpu = draw.uniform(0.1, 1.0) * ended.seconds
+        found = forked.start(tmp_path, forked.prepare_in_parts, again, cpu=cpu).wait()
+        kills += found.code == -9
+        inside += found.code == -9 and killed.exists()
+        if found.code == 0:  # it was faster: once more from the beginning
+            shutil.rmtree(killed)
+    last = forked.start(tmp_path, forked.prepare_in_parts, again).wait()
+    different = content(killed) != content(tmp_path / "whole")
     outcome("kills", kills)
     outcome("while writing", inside)
     outcome("different or left over", int(different))
-    assert (code, different) == (0, False), text
+    assert (last.code, different) == (0, False), last.text

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from multipack.parallel import collectives
 from multipack.parallel.build import build_engine, replicate
 from multipack.parallel.engine import ModelEngine
+from multipack.parallel.joining import joined
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.ranks import Ranks
-from multipack.parallel.world import World, joined
+from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
@@ -86,23 +87,16 @@ def test_groups_of_every_kind(world):
         assert world.gather("text", group) == ["text"]
 
 
-def named_adamw(parameters):
-    return tiny.adamw(parameters.values())
-
-
 def engine_of(world, data):
     """A strategy's engine; DDP and ZeRO-1, which one rank does not need, are applied here."""
     config = ParallelConfig(data=data)
-    mesh = build_mesh(config, world)
-    plan = tiny.blueprint(tiny.LLAMA)
     if data not in ("ddp", "zero1"):
-        return build_engine(plan, named_adamw, mesh, config)
-    model = plan.build(None).to(world.device)
-    parameters = dict(model.named_parameters())
+        return tiny.engine_of(world, config, tiny.LLAMA)
+    model = tiny.blueprint(tiny.LLAMA).build(None).to(world.device)
+    mesh, parameters = build_mesh(config, world), dict(model.named_parameters())
     axis = mesh.axis("dp_replicate")
-    optimizer = named_adamw(parameters)
-    if data == "zero1":
-        optimizer = ShardedOptimizer(named_adamw, parameters, axis)
+    adamw = lambda named: tiny.adamw(named.values())  # noqa: E731
+    optimizer = ShardedOptimizer(adamw, parameters, axis) if data == "zero1" else adamw(parameters)
     return ModelEngine([model], optimizer, mesh, call=replicate(model, axis))
 
 
@@ -132,8 +126,9 @@ def test_a_strategy_trains_saves_and_continues(world, tmp_path, data):
         if not background:
             continued = train(fresh, 2)
     assert train(engine, 2) == continued
+    plain_mesh = Mesh.plain(World(device=world.device))
     plain = build_engine(
-        tiny.blueprint(tiny.LLAMA), named_adamw, Mesh.plain(World(device=world.device)), ParallelConfig()
+        tiny.blueprint(tiny.LLAMA), lambda named: tiny.adamw(named.values()), plain_mesh, ParallelConfig()
     )
     for (loss, norm), (expected, expected_norm) in zip(begun, train(plain, 2), strict=True):
         assert (loss, norm) == pytest.approx((expected, expected_norm), rel=1e-4)
@@ -144,7 +139,7 @@ import sys
 import torch
 from multipack.cli.command_options import fail
 from multipack.parallel.ranks import Ranks
-from multipack.parallel.world import joined
+from multipack.parallel.joining import joined
 
 device = torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device("cpu")
 try:

@@ -299,23 +299,3 @@ def test_states_of_something_else_are_refused():
     with pytest.raises(ValueError, match="lengths changed"):
         sampler.load_state_dict(state | {"order": state["order"].flip(0)})
     assert len(sampler.state_dict()["order"]) == 300
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "batch_size"),
-        ({"batch_max_len": 0}, "batch_max_len must be"),
-        ({"group_size": 0}, "group_size must be"),
-        ({"bin_size": -1}, "bin_size must be"),
-        ({"overlong": "cut"}, "overlong='cut' is unknown"),
-        ({"lengths": [1.5]}, "lengths must be a flat list of integers"),
-        ({"num_replicas": 2, "rank": 0}, "num_replicas, rank"),
-        ({"sampler": range(5)}, "yields document 4, but lengths has 3 documents"),
-        ({"sampler": []}, "yields no document numbers"),
-    ],
-)
-def test_mistakes_are_named(options, message):
-    settings = {"sampler": range(3), "batch_size": 1, "batch_max_len": 10, "lengths": [1, 2, 3]} | options
-    with pytest.raises(ValueError, match=message):
-        list(MultipackBatchSampler(**settings))

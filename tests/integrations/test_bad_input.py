@@ -38,7 +38,13 @@ def row(**columns):
 
 
 def axolotl(sampler=range(2), lengths=(5, 5), **settings):
-    return list(MultipackBatchSampler(sampler, 1, 10, lengths, **settings))
+    sizes = {"batch_size": 1, "batch_max_len": 10}
+    return list(MultipackBatchSampler(sampler, lengths=lengths, **sizes | settings))
+
+
+def v2(**settings):
+    given = {"batch_max_length": 10, "lengths": [5, 6, 7], "num_replicas": 1, "rank": 0}
+    return MultipackDistributedBatchSampler(**given | settings)
 
 
 def probe(model=None, **settings):
@@ -77,6 +83,12 @@ COLLATOR = [
     (lambda: row(labels=[1]), "document 0 of the batch has labels of shape (1,) and input_ids of (2,)"),
     (lambda: row(attention_mask=[1, NAN]), "document 0 of the batch has attention_mask of float64"),
     (lambda: row(attention_mask=[0, 0]), "document 0 of the batch has no tokens"),
+    (lambda: row(attention_mask=[1, 2]), "give one document per row"),
+    (lambda: row(input_ids=[[1, 2]]), "must be flat lists"),
+    (lambda: row(input_ids=[]), "no tokens: remove such documents"),
+    (lambda: row(seq_lengths=[1, 1]), "the data set is packed already"),
+    (lambda: collate([], returns="flat"), "nearest: flattened"),
+    (lambda: collate([], mask="bool"), "additive, boolean"),
     (lambda: document_lengths([1, 2]), "document 0 of the data set is 1: it must be a mapping"),
     (lambda: document_lengths([ROW, None]), "document 1 of the data set is None"),
     (lambda: document_lengths([ROW, {"text": 1}]), "no column input_ids (it has text)"),
@@ -95,8 +107,22 @@ SAMPLERS = [
     (lambda: axolotl(range(9)), "yields document 8, but lengths has 2 documents"),
     (lambda: axolotl(lengths=[NAN, 2]), "lengths must be a flat list of integers"),
     (lambda: axolotl(lengths=[-3, 2]), "document 0 has -3 tokens"),
-    (lambda: MultipackDistributedBatchSampler(10, [5, 11], 1, 0), "document 1 has 11 tokens"),
-    (lambda: MultipackDistributedBatchSampler(10, [5], 2, 2), "rank=2 is outside num_replicas=2"),
+    (lambda: axolotl([]), "yields no document numbers"),
+    (lambda: axolotl(batch_size=0), "batch_size"),
+    (lambda: axolotl(batch_max_len=0), "batch_max_len must be"),
+    (lambda: axolotl(group_size=0), "group_size must be"),
+    (lambda: axolotl(bin_size=-1), "bin_size must be"),
+    (lambda: axolotl(overlong="cut"), "overlong='cut' is unknown"),
+    (lambda: axolotl(num_replicas=2, rank=0), "num_replicas, rank"),
+    (lambda: v2(lengths=[5, 11]), "document 1 has 11 tokens"),
+    (lambda: v2(lengths=[3, 0]), "document 1 has 0 tokens"),
+    (lambda: v2(lengths=[]), "lengths is empty"),
+    (lambda: v2(seed=-1), "seed must be a whole number"),
+    (lambda: v2(batch_max_length=0), "batch_max_length must be"),
+    (lambda: v2(window=0), "window must be"),
+    (lambda: v2(overlong="cut"), "overlong='cut' is unknown"),
+    (lambda: v2(num_replicas=2, rank=2), "rank=2 is outside num_replicas=2"),
+    (lambda: v2(num_replicas=2, rank=None), "give both num_replicas and rank"),
     (lambda: InterleavedSampler([NAN], 1, 1, 0), "lengths must be a flat list of integers"),
     (lambda: InterleavedSampler([3, 0], 1, 1, 0), "document 1 has 0 tokens"),
     (lambda: InterleavedSampler([3, 4, 5], 2, 2, 0), "3 documents are too few for a batch of batch_size=2"),
@@ -131,6 +157,12 @@ def test_bad_input_is_refused_in_one_line(call, message):
         call()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:1 of 1 documents")
+def test_documents_that_are_all_too_long():
+    with pytest.raises(ValueError, match="none is left to pack"):
+        v2(lengths=[9000], overlong="drop")
 
 
 def test_columns_of_arrow_that_hold_no_lists(tmp_path):

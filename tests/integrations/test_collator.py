@@ -156,30 +156,6 @@ def test_models_compute_documents_alone_with_masks_and_with_positions(kind, atte
         assert torch.allclose(model(**padded).logits[padded["attention_mask"] == 1], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ([{"text": "a"}], r"has no input_ids \(it has text\): tokenize it"),
-        ([{"input_ids": []}], "no tokens: remove such documents"),
-        ([{"input_ids": [1, 2], "labels": [1]}], r"labels of shape \(1,\).*equal lengths"),
-        ([{"input_ids": [[1, 2]]}], "must be flat lists"),
-        ([{"input_ids": [1, 2], "attention_mask": [1, 2]}], "one document per row"),
-        ([{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "packed already"),
-    ],
-)
-def test_documents_that_are_refused(features, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        PackedDataCollator()(features)
-    assert "\n" not in str(caught.value)
-
-
-def test_choices_are_named():
-    with pytest.raises(ValueError, match="nearest: flattened"):
-        PackedDataCollator("flat")
-    with pytest.raises(ValueError, match="additive, boolean"):
-        PackedDataCollator(mask="bool")
-
-
 def test_lengths():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     rows = [{"input_ids": list(range(count)), "text": "x" * count} for count in (3, 1, 7, 2)]

@@ -1,9 +1,9 @@
 """Settings of hosts that lose or mix documents without an error elsewhere: here they do no harm, or raise with the fix.
 
 T1  flat batches in accelerate's BatchSamplerShard: those of another size are left out     refused
-T2  one rank's batches in a loader that accelerate prepares: divided twice                 refused; test_hosts
+T2  one rank's batches in a loader that accelerate prepares: divided twice                 refused
 T3  batches that are no multiple of the ranks: the first ones are trained again            a multiple of the ranks
-T4  split_batches, dispatch_batches                                                        refused; test_hosts
+T4  split_batches, dispatch_batches                                                        refused
 T5  use_cache: no mask of documents is made                                                in every batch; test_probe
 T6  attention_mask, all ones or with the documents' numbers                                in no batch; test_probe
 T7  accelerate finds no set_epoch, or a sampler that it wraps                              `sampler` is the sampler
@@ -17,7 +17,7 @@ T12 a mask that replaces the windows of a model                                 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
@@ -138,3 +138,110 @@ def test_t12_a_mask_has_the_windows_of_its_model():
         ValueError, match=r"replaces the windows of a model: give window=windows_of\(model.config\)"
     ):
         PackedDataCollator("4d_mask")
+
+
+# --- wrappers like those of accelerate and Lightning, of any version ------------------------------------
+
+
+class Numbers:
+    """A data set whose documents are their numbers."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, number):
+        return int(number)
+
+
+class BatchSamplerShard(BatchSampler):
+    """Like accelerate's: reads all batches and keeps every second one."""
+
+    def __init__(self, batch_sampler, num_processes=2):
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __len__(self):
+        return len(self.batch_sampler) // self.num_processes
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batch_sampler):
+            if number % self.num_processes == 0:
+                yield batch
+
+
+class Listed:
+    """Like Lightning's: a sampler as a data set."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def reset(self):
+        self.batches = list(self.sampler)
+
+
+class DistributedSamplerWrapper(DistributedSampler):
+    """Like Lightning's: divides the positions of another sampler."""
+
+    def __init__(self, sampler, num_replicas=2):
+        super().__init__(Listed(sampler), num_replicas, 0)
+
+    def __iter__(self):
+        self.dataset.reset()
+        return (self.dataset.batches[number] for number in super().__iter__())
+
+
+class DataLoaderDispatcher(DataLoader):
+    """Like accelerate's: reads on one rank, for all processes of its state."""
+
+    def __init__(self, sampler, num_processes=2):
+        super().__init__(Numbers(), batch_sampler=sampler, collate_fn=list)
+        self.state = type("PartialState", (), {"num_processes": num_processes})()
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def refused(read):
+    with pytest.raises(
+        ValueError, match=r"one of 2 ranks.*divides them among the ranks again.*do not pass"
+    ) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+
+
+@SAMPLERS
+def test_a_sampler_of_one_rank_is_not_divided_again(sampler):
+    for wrapper in (BatchSamplerShard, DataLoaderDispatcher):
+        refused(lambda wrapper=wrapper: list(wrapper(sampler(2))))
+        refused(lambda wrapper=wrapper: next(iter(wrapper(sampler(2)))))
+        assert len(list(wrapper(sampler(2), 1))) == len(sampler(2))
+        assert len(list(wrapper(sampler(1)))) > 0
+    refused(lambda: len(BatchSamplerShard(sampler(2))))
+    refused(lambda: len(DistributedSamplerWrapper(sampler(2))))
+    refused(lambda: list(DistributedSamplerWrapper(sampler(2))))
+    inside = DataLoader(Numbers(), batch_sampler=BatchSamplerShard(sampler(2)), collate_fn=list)
+    refused(lambda: list(inside))
+    nested = BatchSamplerShard(
+        BatchSampler(sampler(2), 1, False)
+    )  # the same sampler as `sampler=` of a DataLoader
+    refused(lambda: list(nested))
+
+
+@SAMPLERS
+def test_loaders_that_divide_nothing_read_everything(sampler):
+    own = sampler(2)
+    loader = DataLoader(Numbers(), batch_sampler=own, collate_fn=list)
+    expected = [list(batch) for batch in own]
+    assert list(loader) == expected
+    assert len(loader) == len(expected)
+
+
+@SAMPLERS
+def test_lightning(sampler):
+    distributed = pytest.importorskip(
+        "lightning.fabric.utilities.distributed", reason="Lightning is not installed"
+    )
+    wrapper = distributed.DistributedSamplerWrapper(range(2), num_replicas=2, rank=0)
+    refused(lambda: list(type(wrapper)(sampler(2), num_replicas=2, rank=0)))

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app, launch_commands
 from multipack.machine import Finding
+from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
@@ -101,4 +102,4 @@ def test_documented_commands_are_legal(tmp_path, monkeypatch):
         options, _, words = command.partition(" -- train")
         given = {name: int(number) for name, number in re.findall(r"(-n|-N|--ppn) (\d+)", options)}
         processes = given.get("-n", given.get("-N", 1) * given.get("--ppn", 1))
-        compose_run(words.split()).check(processes)
+        check(compose_run(words.split()), processes)

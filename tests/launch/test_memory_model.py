@@ -11,17 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.launch import memory_model
-from multipack.launch.held import model_parameters
+from multipack.launch.held import blocks_held, largest_trained, model_parameters, outside_held
 from multipack.launch.memory_model import Workload, memory_of_stages
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
-from multipack.ops import logits
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.stages import RankPart
 from multipack.parallel.world import World
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.optimizer import build_optimizer
 from multipack.training.precision import DTYPES
 from multipack.training.settings import OptimizerConfig
@@ -110,15 +110,30 @@ def memory(
     return max(memory_of_stages(work), key=lambda each: each.peak)
 
 
-def test_parameters_are_those_of_the_decoder():
+def test_blocks_and_the_rest_are_the_decoder():
     for name in ("tiny", "gpt2", "qwen2.5-0.5b", "gemma-3-1b", "olmo2-7b", "qwen3-8b"):
         shape = dataclasses.replace(
             SHAPES[name].with_vocabulary(SHAPES[name].vocabulary_size or 1000), layers=6
         )
-        with torch.device("meta"):
-            for each in (shape, dataclasses.replace(shape, scores=1)):
-                own = sum(parameter.numel() for parameter in Decoder(each).parameters())
-                assert model_parameters(each) == own
+        for each in (shape, dataclasses.replace(shape, scores=1)):
+            held = blocks_held(each) * 6 + outside_held(each, RankPart(6))
+            assert model_parameters(each) == round(held.trained)
+            ends = [outside_held(each, RankPart(3, first, not first)).trained for first in (True, False)]
+            again = each.tied * each.vocabulary_size * each.d_model  # both ends have a tied embedding
+            assert sum(ends) - again == outside_held(each, RankPart(6)).trained
+
+
+def test_tensor_ranks_and_adapters_divide_what_they_say():
+    whole, half = (blocks_held(LLAMA, tensor=ranks) for ranks in (1, 2))
+    assert half.matrices == whole.matrices / 2
+    assert half.trained - half.matrices == whole.trained - whole.matrices  # norms
+    some = AdapterConfig("lora", rank=8, targets=["blocks.1.attention.query"], quantize="int8")
+    held = blocks_held(LLAMA, some) * LLAMA.layers
+    assert (held.adapted_ranks, held.adapted_inputs, held.adapted_outputs) == (8, 64, 64)
+    assert held.trained == 8 * (64 + 64)
+    rows = 64 + 2 * 32 + 64 + 2 * 224 + 64
+    assert held.quantized == pytest.approx(whole.matrices * 4 + 4 * rows * 4)
+    assert largest_trained(LLAMA, some, 1) == 8 * 64
 
 
 def test_state_is_exact_after_a_step():
@@ -140,12 +155,6 @@ def test_state_is_exact_after_a_step():
     assert memory(wide, optimizer="adamw_8bit").optimizer == pytest.approx(
         held, rel=0.01
     )  # norms have float32
-
-
-def test_chunks_of_logits_are_those_of_the_loss():
-    """The model of memory imports no torch, and so has its own constants."""
-    constants = memory_model.LOSS_CHUNK_TOKENS, memory_model.LOSS_CHUNK_BYTES
-    assert constants == (logits.CHUNK_TOKENS, logits.CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

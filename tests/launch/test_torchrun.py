@@ -212,7 +212,7 @@ def test_the_store_of_one_host_listens_on_loopback_and_holds_no_pickle(capsys):
 
 LAUNCHED = """
 import os, sys, time
-from multipack.parallel.world import connected
+from multipack.parallel.joining import connected
 with connected("cpu", 60) as world:
     if world.rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(3)

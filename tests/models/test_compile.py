@@ -29,8 +29,9 @@ from multipack.parallel.world import World
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Forget what other tests compiled."""
+    """Forget what other tests compiled, and where their graphs broke."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch.compiler.reset()
 

@@ -188,7 +188,7 @@ def test_loss_function_can_be_replaced_and_gets_weights_only_if_there_are_any(sh
         assert (hidden.shape, weight.shape, targets.shape) == ((32, 32), (50, 32), (32,))
         return hidden.sum()
 
-    model = Decoder(shape, loss_function=summed)
+    model = Decoder(shape, training_loss=summed)
     model(pack(documents))
     with pytest.raises(TypeError, match="weights"):
         model(PackedCollator(8, 64, loss_weighting="document")(documents))

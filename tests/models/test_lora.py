@@ -9,11 +9,12 @@ import torch
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
-from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.huggingface import to_huggingface
 from multipack.models.peft_format import to_peft
 from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter, merged
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.config_json import config_of
 
 SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, d_model=32, d_ff=48, vocabulary_size=50, tied=False)
 LORA = AdapterConfig("lora", rank=4, alpha=6.0)

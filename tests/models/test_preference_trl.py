@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from multipack.data.packs.collate import PreferenceCollator, PreferencePair
 from multipack.data.views.documents import Document
-from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.huggingface import to_huggingface
 from multipack.models.preference import PreferenceDecoder
 from multipack.shapes import ModelShape
+from multipack.shapes.config_json import config_of
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

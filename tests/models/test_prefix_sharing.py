@@ -92,7 +92,7 @@ def compare(name, documents, min_prefix, weighting, pad_to, dtype, options):
         return linear_cross_entropy(*inputs, **more, **options)
 
     torch.manual_seed(3)
-    model = Decoder(SHAPES[name], loss_function=loss).to(dtype)
+    model = Decoder(SHAPES[name], training_loss=loss).to(dtype)
     given = {"pad_to": pad_to, "loss_weighting": weighting, "weighted": True}
     shared = PackedCollator(8, CONTEXT, min_prefix=min_prefix, **given)(documents)
     plain = PackedCollator(8, CONTEXT, **given)(documents)

@@ -62,7 +62,6 @@ def test_values_equal_the_definition(weight, double):
     held = [each for each in (found.codes, found.scales, found.steps) if each is not None]
     assert all(each.dtype == torch.uint8 for each in held)
     held_bytes = sum(each.numel() for each in held)
-    assert held_bytes == Nf4.facts.rank_bytes(96, 320, 1, double)
     bits = 8 * held_bytes / weight.numel()
     assert bits == pytest.approx(4.125 if double else 4.5, abs=0.005)
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
@@ -66,7 +65,7 @@ def test_places_of_a_step_increase_in_the_order_of_its_passes():
     model, watch = SumOfSquares(), tiny.Places()
     engine = ModelEngine([model], torch.optim.SGD(model.parameters()), Mesh(World(watch=watch)))
     for step in (7, 8):
-        engine.world.at_step(step)
+        engine.world.watch.at_step(step)
         engine.forward_backward([torch.randn(2, 3)] * 2, 4)
         engine.clip(1.0)
         engine.step(0.1)

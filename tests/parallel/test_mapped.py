@@ -11,6 +11,7 @@ import torch
 from multipack.parallel.mapped import MappedFiles, MappedOptimizer
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.state import create_optimizer_state, optimizer_state
+from multipack.training.checks import check
 from multipack.training.optimizer import build_optimizer
 from multipack.training.run_config import compose
 from multipack.training.settings import OptimizerConfig
@@ -102,4 +103,4 @@ def test_bad_folders_and_full_disks_are_one_line(tmp_path, monkeypatch):
         "parallel.offload_folder=x",
     ]
     with pytest.raises(ValueError, match=r"optimizer\.name=muon .*parallel\.offload=disk"):
-        compose(words).check(1)
+        check(compose(words), 1)

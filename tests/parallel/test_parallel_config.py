@@ -52,8 +52,8 @@ REFUSED_ALONE = [
     ({"tensor": 0}, "tensor", "at least 1"),
     ({"offload": "cpu"}, "offload=cpu", "data=zero3"),
     ({"replicate": 2}, "replicate=2", "data=hsdp"),
-    ({"timeout_seconds": 0}, "timeout_seconds", "positive"),
-    ({"context_slack": 2}, "context_slack=2", "[0, 1]"),
+    ({"timeout_seconds": 0}, "timeout_seconds=0", "above 0"),
+    ({"context_slack": 2}, "context_slack=2", "at most 1"),
     (
         {"context_slack": 0.25, "context_method": "ulysses"},
         "context_slack=0.25",

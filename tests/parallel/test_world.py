@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from multipack.parallel import world as world_module
+from multipack.parallel import joining
+from multipack.parallel.joining import choose_device, connected
 from multipack.parallel.ranks import Ranks
 from multipack.parallel.stores import is_loopback, loopback_socket
-from multipack.parallel.world import World, choose_device, connected, hosts
+from multipack.parallel.world import World, hosts
 
 
 def test_without_a_launcher_the_world_is_one_process():
@@ -71,7 +72,7 @@ def test_two_ranks_of_a_host_do_not_share_a_gpu(monkeypatch, visible, gpus, refu
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
             properties = SimpleNamespace(uuid=uuid)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-            world_module._check_own_gpu(store, Ranks(rank, 2), torch.device("cuda", 0))
+            joining._check_own_gpu(store, Ranks(rank, 2), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_two_ranks_of_a_host_do_not_share_a_gpu(monkeypatch, visible, gpus, refu
 def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch, variable, times):
     found = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-    monkeypatch.setattr(world_module, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(joining, "choose_device", lambda *_: torch.device("cuda", 0))
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if variable:
@@ -98,7 +99,7 @@ def test_ranks_that_do_not_connect_are_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fails)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
-        world_module._start_group(None, "gloo", Ranks(0, 1), 5.0, torch.device("cpu"))
+        joining._start_group(None, "gloo", Ranks(0, 1), 5.0, torch.device("cpu"))
     monkeypatch.setattr(torch.distributed, "new_group", fails)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
         World().cpu_group()
@@ -108,22 +109,22 @@ ENDS = """
 import sys, threading, time
 import torch
 from multipack.cli.command_options import fail
-from multipack.parallel import world
+from multipack.parallel import joining
 from multipack.parallel.failures import Watch
 
 def waits(*_):
     time.sleep(60)
 
 watch = Watch(torch.distributed.HashStore(), 0, 2, 60.0, blocks=False)
-world.choose_device = lambda *_: torch.device("cuda", 0)
-world._meet = lambda *_: (None, watch)
-world._start_group = lambda *_: None
+joining.choose_device = lambda *_: torch.device("cuda", 0)
+joining._meet = lambda *_: (None, watch)
+joining._start_group = lambda *_: None
 torch.cuda.set_device = lambda _: None
-world.use_expandable_segments = lambda: None
+joining.use_expandable_segments = lambda: None
 torch.distributed.destroy_process_group = torch.distributed.barrier = waits
 threading.Thread(target=waits).start()  # as a thread that writes a checkpoint
 try:
-    with world.connected():
+    with joining.connected():
         {error}
 except BaseException as error:
     fail(error, 2, one_line=isinstance(error, ValueError))
@@ -148,7 +149,7 @@ def test_an_error_of_an_nccl_rank_is_printed_and_ends_the_process(error, message
 
 
 SUM = """
-from multipack.parallel.world import connected
+from multipack.parallel.joining import connected
 with connected("cpu", 30) as world:
     print(world.rank, world.local_rank, world.launcher, world.sum([world.rank + 1.0])[0])
 """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
@@ -9,7 +10,7 @@ from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, config_yaml
-from multipack.training import trainer as trainer_module
+from multipack.training import assemble
 from multipack.training.callbacks.callback import Callback
 from multipack.training.checkpoint import CheckpointWriter
 from multipack.training.run_config import compose
@@ -162,7 +163,8 @@ def trainer(words, tmp_path, changed):
 
     def make(*more):
         config = compose(changed(words, f"out={tmp_path / f'trainer{len(made)}'}", *more))
-        made.append(Trainer(config, World(), Console(rank=1)))
+        console = Console(rank=1)
+        made.append(Trainer(assemble.assemble(config, World(), console, time.perf_counter), console))
         return made[-1]
 
     yield make
@@ -173,6 +175,6 @@ def trainer(words, tmp_path, changed):
 @pytest.fixture
 def watched(monkeypatch):
     """Callbacks that runs get beside their own, as long as they are in this list."""
-    callbacks, build = [], trainer_module.build_callbacks
-    monkeypatch.setattr(trainer_module, "build_callbacks", lambda *given: [*build(*given), *callbacks])
+    callbacks, build = [], assemble.build_callbacks
+    monkeypatch.setattr(assemble, "build_callbacks", lambda *given: [*build(*given), *callbacks])
     return callbacks

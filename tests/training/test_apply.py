@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multipack.models.decoder import Decoder
-from multipack.training import trainer
+from multipack.training import apply
 from multipack.training.apply import may_read_later
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.callbacks.callback import NonFiniteLoss
@@ -49,7 +49,7 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def later(monkeypatch):
-    monkeypatch.setattr(trainer, "may_read_later", lambda engine, callbacks: True)
+    monkeypatch.setattr(apply, "may_read_later", lambda engine, callbacks: True)
 
 
 def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before_it(words, tmp_path, files, later, reads):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from multipack.parallel.state import create_optimizer_state, optimizer_state
+from multipack.training.checks import check
 from multipack.training.optimizer import build_optimizer
 from multipack.training.run_config import compose
 from multipack.training.settings import OptimizerConfig
@@ -102,6 +103,6 @@ def test_they_learn_what_adamw_learns():
 def test_what_cannot_be_combined_is_one_line():
     words = ["optimizer.name=adamw_8bit", "parallel.tensor=2"]
     with pytest.raises(ValueError, match=r"adamw_8bit .*parallel\.tensor=2 .*adamw_bf16"):
-        compose(words).check(2)
+        check(compose(words), 2)
     with pytest.raises(ValueError, match=r"optimizer\.fused=true: adamw_bf16"):
         OptimizerConfig(name="adamw_bf16", fused="true")

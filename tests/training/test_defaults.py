@@ -15,10 +15,11 @@ from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.run import config_yaml
 from multipack.training import train as train_module
+from multipack.training.assemble import resolve
 from multipack.training.blueprint import open_engine
+from multipack.training.checks import check
 from multipack.training.objective import Objective, Preferences
 from multipack.training.run_config import compose
-from multipack.training.run_parts import resolve
 from multipack.training.run_report import header_rows
 
 
@@ -95,7 +96,7 @@ def test_weights_of_all_ranks_of_a_host_must_fit_into_its_memory(monkeypatch, wo
 
 def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):
     words = ["parallel.context=2", "plan.capacity=1000", "plan.align=3"]
-    compose(words).check(2)  # legal on a CPU, so legal on a GPU
+    check(compose(words), 2)  # legal on a CPU, so legal on a GPU
     assert resolved("cuda", *words)[0].train.fixed_shape == "false"
 
 
@@ -196,8 +197,8 @@ def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
                 world=World(size=size),
                 engine=None,
                 corpus=SimpleNamespace(train=None),
-                clock=None,
-            )
+            ),
+            None,
         )
 
     assert measured("auto") == measured("true", "text") == "measured"

@@ -21,6 +21,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
+from multipack.training.checks import check
 from multipack.training.feed import StreamFeed
 from multipack.training.run_config import compose
 from multipack.training.train import train
@@ -266,9 +267,9 @@ def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
 
 def test_impossible_settings_and_states_are_refused(folder):
     with pytest.raises(ValueError, match=r"set train\.steps"):
-        config_of(folder, "train.steps=0").check(1)
+        check(config_of(folder, "train.steps=0"), 1)
     with pytest.raises(ValueError, match=r"5 data-parallel ranks cannot share plan\.packs_per_step=4"):
-        config_of(folder).check(5)
+        check(config_of(folder), 5)
     with pytest.raises(ValueError, match="tail keep or drop"):
         feed_of(folder, "plan.tail=carry")
     state = feed_of(folder, "plan.capacity=128").state_dict()

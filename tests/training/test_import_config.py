@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from multipack import untrusted
 from multipack.cli import app
 from multipack.data.text.sources import Source
-from multipack.imports.imported import import_axolotl
+from multipack.imports.imported import translate_keys
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.training.run_config import compose
@@ -51,7 +51,7 @@ def imported(parsed):
     """Changed keys → what is imported, and the configuration of it."""
 
     def read(**keys):
-        found = import_axolotl({**EXAMPLE, **keys})
+        found = translate_keys({**EXAMPLE, **keys})
         return found, parsed(found)
 
     return read
@@ -202,7 +202,7 @@ def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
     assert config.out == ""
     assert len(found.lacking) == 4
     for end in ("\x1b[2J", "\x85", "\u2028", "\u202e", "\ufffe", "\ue000", "é\n "):
-        found = import_axolotl({**EXAMPLE, "output_dir": f"a{end}b", f"x{end}": 1})
+        found = translate_keys({**EXAMPLE, "output_dir": f"a{end}b", f"x{end}": 1})
         text = found.to_yaml()
         assert yaml.safe_load(text)["out"] == f"a{end}b"
         assert text.replace("\n", "").isprintable()
@@ -242,7 +242,7 @@ def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):
     ],
 )
 def test_values_of_other_types_are_named(keys):
-    found = import_axolotl({**EXAMPLE, **keys})
+    found = translate_keys({**EXAMPLE, **keys})
     name, value = next(iter(keys.items()))
     assert str(name) in (found.lacking if isinstance(value, float | int) else keys_of(found))
     assert yaml.safe_load(found.to_yaml())
@@ -289,7 +289,7 @@ def test_models_without_a_config_are_known_by_name():
 def test_examples_of_axolotl_are_parsed_or_say_what_they_lack(parsed, shared_data):
     lines = (shared_data / "axolotl" / "examples.jsonl").open()
     configs = [json.loads(line)["config"] for line in lines]
-    examples = [*map(import_axolotl, configs)]
+    examples = [*map(translate_keys, configs)]
     for found in [each for each in examples if not each.lacking][
         ::6
     ]:  # benchmarks/reach.py parses all of them

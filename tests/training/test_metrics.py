@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.parallel.step_result import DeviceClock, StepResult
+from multipack.parallel.engine import DeviceClock, StepResult
 from multipack.planning.packing import Packs
 from multipack.run import unused_folder
 from multipack.training.feed import StepData
@@ -31,7 +31,6 @@ DATA = StepData(
     lengths=np.full(10, 16),
     cost_spread=0.01,
     computed=(np.full(10, 16), None),
-    predicted_seconds=None,
     packs=Packs(np.arange(12), np.array([0, 12])),
     wait_seconds=0.125,
     index=0,

@@ -10,6 +10,7 @@ import torch
 from multipack.models.decoder import Decoder
 from multipack.parallel.optimizers import OPTIMIZERS, SMALLER_STATES, OptimizerName
 from multipack.shapes import ModelShape
+from multipack.training.checks import check
 from multipack.training.optimizer import build_optimizer, optimizer_text, parameter_options
 from multipack.training.rules import read_rule
 from multipack.training.run_config import compose
@@ -142,7 +143,7 @@ def test_illegal_settings_are_refused_by_name():
             OptimizerConfig(**{name: value})
     words = ["optimizer.name=muon", "parallel.data=zero3", "parallel.offload=cpu"]
     with pytest.raises(ValueError, match=r"optimizer\.name=muon .*parallel\.offload=none"):
-        compose(words).check(2)
+        check(compose(words), 2)
 
 
 def test_the_header_counts_parameters_by_treatment(model):

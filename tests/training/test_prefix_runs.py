@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from multipack.run import RunDirectory
+from multipack.training.checks import check
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
@@ -95,9 +96,4 @@ def test_what_cannot_share_is_refused_before_a_run(base, more, named):
         else base()
     )
     with pytest.raises(ValueError, match=named):
-        compose([*kept, "data.share_prefixes=all", *more]).check(2)
-
-
-def test_pairs_are_shared_only_where_there_are_pairs(base, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.share_prefixes=pairs .*use all"):
-        train(compose([*base(), "data.share_prefixes=pairs", f"out={tmp_path / 'run'}"]))
+        check(compose([*kept, "data.share_prefixes=all", *more]), 2)

@@ -11,6 +11,7 @@ from multipack.ops.lora import quantize
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.checks import check
 from multipack.training.export import export
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
@@ -161,4 +162,4 @@ def test_settings_that_do_not_go_together_are_refused(words, bases, tmp_path):
     with pytest.raises(
         ValueError, match=r"divides the 100 numbers of a row \(model.d_ff\) into blocks of 64"
     ):
-        config.check(1)
+        check(config, 1)

@@ -5,12 +5,9 @@ import pytest
 from multipack.data.stores.prepare import prepare
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import TokenizerConfig
-from multipack.parallel.world import World
-from multipack.reports.console import Console
-from multipack.training import run_parts
+from multipack.training import assemble
 from multipack.training import train as module
 from multipack.training.run_config import compose
-from multipack.training.trainer import Trainer
 
 BYTES = TokenizerConfig("byte")
 SMALL = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.packs_per_step=4", "train.dtype=fp32"]
@@ -26,7 +23,7 @@ def one_of_two(monkeypatch):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run_parts, "connected", joined)
+    monkeypatch.setattr(assemble, "connected", joined)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +64,3 @@ def test_legal_settings_join(one_of_two, sources):
     ):
         with pytest.raises(AssertionError, match="joined the other process"):
             module.train(compose([*sources["byte"], *words]))
-
-
-def test_patience_without_validation_documents_is_refused(tmp_path):
-    path = tmp_path / "few.jsonl"
-    path.write_text('{"text": "one two"}\n{"text": "three"}\n')
-    words = [f"data.path={path}", "data=jsonl", "tokenizer=byte", "model=tiny", "data.validation=0"]
-    words.append("train.patience=2")
-    with pytest.raises(ValueError, match=r"train\.patience=2.*data\.validation=0"):
-        Trainer(compose([*words, f"out={tmp_path / 'run'}"]), World(), Console(rank=1))
-    assert not (tmp_path / "run").exists()

@@ -89,8 +89,6 @@ def test_the_header_names_quantized_adapters_and_runs_without_validation(folder,
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  adapter"))
     assert "QLoRA" in row
     assert "NF4" in row
-    with pytest.raises(ValueError, match=r"train\.patience=2 .* data\.validation=0"):
-        train(compose_run([*texts, "tokenizer=byte", *sizes, *SMALL, "train.patience=2", "out=p"]))
 
 
 def test_the_command_that_prepare_ends_with_runs(folder):

@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 
 from multipack.data.text.tokenizer import byte_tokenizer, train_bpe
 from multipack.models.decoder import Decoder
-from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.huggingface import to_huggingface
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
+from multipack.shapes.config_json import config_of
 from multipack.training.checkpoint import CheckpointWriter
 from multipack.training.run_config import compose
 from multipack.training.weights import TrainedWeights, adapt_weights, find_weights, trained_shape

@@ -19,7 +19,7 @@ from multipack.cli.plan_commands import pack, plan
 from multipack.cli.probe_command import probe
 from multipack.cli.recipe_command import recipe
 from multipack.cli.run_commands import audit, report, watch
-from multipack.cli.train_commands import calibrate, config, prepare, train
+from multipack.cli.train_commands import config, prepare, train
 from multipack.machine import MissingExtra, explain_missing
 from multipack.parallel.ranks import is_reported
 
@@ -49,7 +49,7 @@ def _options(
     """Options without a command."""
 
 
-add_commands(app, train, config, prepare, plan, pack, calibrate, evaluate, generate, export)
+add_commands(app, train, config, prepare, plan, pack, evaluate, generate, export)
 add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor, version)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 add_commands(bench, collectives)

@@ -42,8 +42,8 @@ def collectives(
     is comparable with the bandwidth of the hardware.
     """
     from multipack.launch.bandwidth import DTYPES, OPERATIONS, measure
+    from multipack.parallel.joining import connected
     from multipack.parallel.ranks import find_ranks
-    from multipack.parallel.world import connected
     from multipack.reports.console import Console
 
     chosen = list(OPERATIONS) if operations == "all" else [word.strip() for word in operations.split(",")]

@@ -89,8 +89,8 @@ def option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **more)
 
 
-def settings_option(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass, or only those of some groups.
+def settings_option(schema: str, *names: str, module: str = "multipack.training.run_config") -> Any:
+    """Return the option --settings, which prints the fields of a dataclass, or only those whose names begin so.
 
     Words after it choose the settings with one of them in their names or meanings.
 
@@ -106,8 +106,7 @@ def settings_option(schema: str, *groups: str, module: str = "multipack.training
         from multipack.words import describe, preset_names
 
         wanted = getattr(import_module(module), schema)
-        prefixes = tuple(f"{group}." for group in groups) or ""
-        rows = [row for row in describe(wanted) if row[0].startswith(prefixes)]
+        rows = [row for row in describe(wanted) if row[0].startswith(names or "")]
         if words:
             rows = [row for row in rows if any(word in f"{row[0]} {row[3]}".lower() for word in words)]
         if not rows:

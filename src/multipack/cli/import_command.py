@@ -16,7 +16,7 @@ def import_config(
     file: Annotated[Path, argument("FILE", "A configuration of Axolotl, as YAML.")],
     as_json: Json = False,
 ) -> None:
-    """Print our configuration for one of Axolotl.
+    """Print our configuration for one of another tool (Axolotl).
 
     Examples:
       multipack import-config axolotl.yml > ours.yaml
@@ -27,10 +27,10 @@ def import_config(
     """
     from dataclasses import asdict
 
-    from multipack.imports.imported import import_axolotl
+    from multipack.imports.imported import translate_keys
     from multipack.words import read_yaml
 
-    found = import_axolotl(read_yaml(file))
+    found = translate_keys(read_yaml(file))
     if as_json:
         print_json(asdict(found))
     else:

@@ -32,10 +32,11 @@ def _check_words(context: typer.Context, words: Sequence[str], max_restarts: int
 
 def _check_run(words: Sequence[str], processes: int) -> None:
     """Check the settings of `train` for this number of processes, before any of them starts."""
+    from multipack.training.checks import check
     from multipack.training.run_config import compose_run
 
     if words and words[0] == "train" and not any(word.startswith("-") for word in words):
-        compose_run(words[1:]).check(processes)
+        check(compose_run(words[1:]), processes)
 
 
 def launch(

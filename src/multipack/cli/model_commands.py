@@ -21,7 +21,7 @@ def evaluate(
     weights: WhichWeights = "latest",
     as_json: Json = False,
     settings: Annotated[
-        bool, settings_option("Config", "data", "tokenizer", "plan", "train", "parallel")
+        bool, settings_option("Config", "data.", "tokenizer.", "plan.", "train.", "parallel.")
     ] = False,
 ) -> None:
     """Compute the loss of a trained model on documents.

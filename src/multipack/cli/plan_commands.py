@@ -35,6 +35,20 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".html")
 SETTINGS = "multipack.cli.plan_settings"
+PLANNED = (
+    "plan.",
+    "data.",
+    "tokenizer.",
+    "model.",
+    "adapter.",
+    "world_size",
+    "context",
+    "sync",
+    "seed",
+    "epoch",
+)
+PLANNED += ("sample", "padded_batch_size")
+"""Settings that a plan and its report depend on."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""
 
@@ -58,7 +72,7 @@ def plan(
     ] = False,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
-    settings: Annotated[bool, settings_option("PlanCommand", module=SETTINGS)] = False,
+    settings: Annotated[bool, settings_option("PlanCommand", *PLANNED, module=SETTINGS)] = False,
 ) -> None:
     """Plan an epoch, report on its packs, and draw a step.
 
@@ -70,15 +84,15 @@ def plan(
       multipack plan lengths.npy world_size=8 --picture plan.html
 
     The cost of a document follows from model=, a preset (default: llama-8b) or
-    the path of a Hugging Face config.json, or from cost=FILE, a cost fitted to
-    measured times. `multipack plan --settings` lists all settings.
+    the path of a Hugging Face config.json. `multipack plan --settings` lists
+    all settings.
     """
-    from multipack.cli.plan_settings import compose_plan, training_command
+    from multipack.cli.plan_settings import compose_plan
     from multipack.reports.console import Console
     from multipack.reports.summary import verdict
 
     words, file = _without_file(words or [], picture)
-    path, command, training = compose_plan(words)
+    path, command, trained = compose_plan(words)
     console = Console(stream=sys.stderr if as_json else None)
     source = _documents(path, command, console)
     made = _made(source, command, console)
@@ -86,7 +100,6 @@ def plan(
         print_json(_values(made, command))
         return
     drawn = _draw(made.plan, step, tokens_per_character, picture, console.columns)
-    trained = training_command("data=…" if path else "", command, training)
     _print(console, made, source, command, drawn if file is None else "")
     if file is not None:
         _write_picture(file, made, source, command, step, trained)
@@ -139,7 +152,7 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
         from multipack.data.views.shared_prefixes import SharedPrefixes
 
         options, least = command.plan.for_ranks(command.world_size), command.data.min_prefix
-        window = command.cost_model().window
+        window = command.model.window
         source = SharedPrefixes.of(found, share, options, min_prefix=least, window=window)
         return Planned(name, source.items(command.seed, command.epoch), cut=cut, rows=rows)
     return Planned(name, found.lengths, found.target_counts, found.weights, cut, rows)
@@ -148,6 +161,7 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
 def _made(source: Planned, command: PlanCommand, console: Console) -> Made:
     """The plan of documents, and its report."""
     from multipack.planning.advice import advise
+    from multipack.planning.cost import CostModel
     from multipack.planning.plan import plan as make_plan
     from multipack.planning.report import padded_share, report
     from multipack.reports.console import PLANNING
@@ -161,7 +175,7 @@ def _made(source: Planned, command: PlanCommand, console: Console) -> Made:
             weights=source.weights,
             seed=command.seed,
             epoch=command.epoch,
-            cost=command.cost_model(),
+            cost=CostModel.from_shape(command.model, adapter=command.adapter),
             options=command.plan.for_ranks(ranks),
         )
         found = report(planned, ranks, command.sync, command.sample or None, split_documents=source.cut)

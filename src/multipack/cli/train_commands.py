@@ -1,4 +1,4 @@
-"""The commands that read documents or training settings: train, config, prepare, calibrate."""
+"""The commands that read documents or training settings: train, config, prepare."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def prepare(
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     show: Annotated[int, option("Print this many documents, with their targets marked.", min=0)] = 0,
     as_json: Json = False,
-    settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
+    settings: Annotated[bool, settings_option("Config", "data.", "tokenizer.")] = False,
 ) -> None:
     """Tokenize documents into a store of memory-mapped shards.
 
@@ -192,41 +192,3 @@ def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
         documents, report = documents.fit(limit, policy, data.overlap, data.repeat_prompt)
         fit = report.describe()
     return [each for index in range(min(count, len(documents))) for each in show(documents, index)], fit
-
-
-def calibrate(
-    words: Words = None,
-    save: Annotated[
-        Path, typer.Option(help="File for the fitted cost; must not exist.", show_default=True)
-    ] = Path("cost.json"),
-    as_json: Json = False,
-    settings: Annotated[bool, settings_option("Config", "data", "tokenizer", "model", "plan")] = False,
-) -> None:
-    """Time packs on this device, and fit the cost model.
-
-    Examples:
-      multipack calibrate data=store data.path=books model=small
-      multipack plan books cost=cost.json
-      multipack train data=store data.path=books model=small plan.cost=cost.json
-
-    The cost is fitted to half of the packs and tested on the other half. Run
-    nothing else on the machine during the measurement.
-    """
-    from multipack.parallel.world import connected
-    from multipack.reports.console import Console
-    from multipack.training.calibrate import calibrate_documents
-    from multipack.training.run_config import compose
-    from multipack.training.run_cost import cost_rows, noise_warning
-
-    if save.exists():
-        raise ValueError(f"--save {save} exists: choose another name, or move it away")
-    wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
-    with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
-        cost, error = calibrate_documents(wanted, world, console)
-    cost.save(save)
-    if as_json:
-        print_json({"saved": str(save), "cost": cost.to_dict(), "error": error})
-        return
-    where = f"{save} (plan.cost={save} in training, cost={save} in `multipack plan`)"
-    predictions = f"mean error {error:.1%}{noise_warning(error)}"
-    console.section("calibration", [*cost_rows(cost), ("predictions", predictions), ("saved", where)])

@@ -1,24 +1,26 @@
-"""From a configuration of Axolotl to one of this package, with every key that cannot be honored by name.
+"""From a configuration of another tool to one of this package, with every key that cannot be honored by name.
 
-axolotl.yml ─ keys ─▶ keys.RULES ─▶ settings, and four lists of keys ─▶ YAML for `multipack train config=FILE`
+axolotl.yml ─ keys ─▶ Tool.rules ─▶ settings, and four lists of keys ─▶ YAML for `multipack train config=FILE`
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import yaml
 
-from multipack.imports.keys import DEFAULTS, READ_WITH, RULES, TRACKERS
-from multipack.imports.outcome import Honored, NotHonored
+import multipack.imports
+from multipack.imports.outcome import Honored, NotHonored, Tool
 from multipack.words import LARGEST, as_text
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The translation of a configuration of Axolotl. Every key that has a value is in exactly one of four lists.
+    """The translation of a configuration. Every key that has a value is in exactly one of four lists.
 
     Attributes:
         settings: full name of a setting → value.
@@ -66,26 +68,36 @@ def _in_one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def import_axolotl(given: Mapping[str, Any]) -> Imported:
-    """Translate a configuration of Axolotl.
+def tools() -> list[Tool]:
+    """The tools that the files of this folder define."""
+    places = pkgutil.iter_modules(multipack.imports.__path__, "multipack.imports.")
+    modules = [import_module(place.name) for place in places]
+    return [module.TOOL for module in modules if hasattr(module, "TOOL")]
 
-    Keys that are null or false are those that Axolotl ignores, but where false is not its default.
+
+def translate_keys(given: Mapping[str, Any]) -> Imported:
+    """Translate a configuration of another tool, by the rules of the tool that knows it as its own.
+
+    Keys that are null or false are those that the tool ignores, but where false is not its default.
 
     Raises:
-        ValueError: it has neither `base_model` nor data sets.
+        ValueError: no tool knows the configuration.
     """
-    if not given.get("base_model") or not (given.get("datasets") or given.get("pretraining_dataset")):
-        raise ValueError("no configuration of Axolotl: it has no base_model, or no datasets")
-    settings, commands = dict(DEFAULTS), list[str]()
+    known = tools()
+    tool = next((each for each in known if each.is_own(given)), None)
+    if tool is None:
+        needed = "; ".join(f"those of {each.name} have {each.needs}" for each in known)
+        raise ValueError(f"no configuration of a tool that is known here: {needed}")
+    settings, commands = dict(tool.defaults), list[str]()
     honored, lacking = dict[str, Honored](), dict[str, str]()
     for name, value in given.items():
-        if value is None or value == [] or (value is False and name != "shuffle_merged_datasets"):
+        if value is None or value == [] or (value is False and name not in tool.false):
             continue
         key = str(name)
         try:
-            if key not in RULES:
+            if key not in tool.rules:
                 raise NotHonored("not a key that is known here")
-            found = RULES[key](value, given)
+            found = tool.rules[key](value, given)
             numbers = [each for each in found.settings.values() if isinstance(each, int | float)]
             if not all(abs(each) < LARGEST for each in numbers):
                 raise NotHonored(f"{value!r:.80} is no number that a setting can have")
@@ -98,11 +110,11 @@ def import_axolotl(given: Mapping[str, Any]) -> Imported:
         honored[key] = found
         settings |= found.settings
         commands += found.commands
-    if trackers := [name for key, name in TRACKERS.items() if given.get(key)]:
+    if trackers := [name for key, name in tool.trackers.items() if given.get(key)]:
         settings["track.to"] = trackers
     translated, left, unneeded = dict[str, str](), dict[str, str](), list[str]()
     for key, found in honored.items():
-        names = [*found.settings, *(name for name in READ_WITH.get(key, ()) if name in settings)]
+        names = [*found.settings, *(name for name in tool.read_with.get(key, ()) if name in settings)]
         if names:
             words = " ".join(f"{name}={as_text(settings[name])}" for name in names)
             translated[key] = f"{words} ({found.note})" if found.note else words

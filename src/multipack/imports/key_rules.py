@@ -236,23 +236,3 @@ def overlong(value: Any, keys: Keys) -> Honored:
     if value not in policies:
         raise NotHonored(f"excess_length_strategy={value}: there are {', '.join(policies)}")
     return Honored({"data.overlong": policies[value]})
-
-
-def renamed(setting: str, kind: type, value: Any, keys: Keys) -> Honored:
-    """A setting of the same meaning."""
-    try:
-        return Honored({setting: kind(value)})
-    except (TypeError, ValueError) as error:
-        raise NotHonored(f"{value!r} is not a value of {setting}") from error
-
-
-def noted(text: str, value: Any, keys: Keys) -> Honored:
-    """A key that differs without changing what is trained."""
-    return Honored(note=text)
-
-
-def cannot(text: str, value: Any, keys: Keys) -> Honored:
-    """A key without an equivalent; 0 turns all of them off."""
-    if value == 0:
-        return NOTHING
-    raise NotHonored(f"no equivalent: {text}")

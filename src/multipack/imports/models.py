@@ -9,6 +9,7 @@ from typing import Any
 from multipack.imports.outcome import NOTHING, Honored, Keys, NotHonored
 from multipack.shapes import SHAPES
 from multipack.shapes.adapter import ALIASES
+from multipack.shapes.config_json import language_config
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.shapes.json_values import read_json
@@ -48,9 +49,7 @@ def model_type(keys: Keys) -> str:
     name = str(keys.get("base_model", ""))
     file = Path(name).expanduser() / "config.json"
     if file.is_file():
-        config = read_json(file)
-        text = config.get("text_config")
-        return str((text if isinstance(text, dict) else config).get("model_type", ""))
+        return str(language_config(read_json(file)).get("model_type", ""))
     kind = model_type_of(name)
     return LANGUAGE_MODELS.get(kind, kind)
 

@@ -1,13 +1,14 @@
-"""What a rule for a key returns (`Honored`) or raises (`NotHonored`)."""
+"""`Tool`, another tool's configurations, and what the rule of a key returns (`Honored`) or raises (`NotHonored`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""A configuration of Axolotl."""
+"""A configuration of another tool."""
 
 
 class NotHonored(ValueError):
@@ -34,3 +35,71 @@ Rule = Callable[[Any, Keys], Honored]
 
 NOTHING = Honored()
 """The outcome of a key that does not change what is trained."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool, whose configurations are translated. A file of `imports/` that defines `TOOL` is found by it.
+
+    Attributes:
+        name: of the tool.
+        is_own: whether a configuration is this tool's.
+        needs: the keys that every such configuration has, in words.
+        rules: key → its rule; other keys are not honored.
+        defaults: settings whose defaults differ → the tool's.
+        false: keys for which `false` is a value of its own; for others it is as if they were not there.
+        trackers: key that turns on a tracker → its name in `track.to`.
+        read_with: key that the rule of another key reads → the settings that it changes, if they are set.
+    """
+
+    name: str
+    is_own: Callable[[Keys], Any]
+    needs: str
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    false: frozenset[str] = frozenset()
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    read_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def rules_of(
+    renamed: Mapping[str, tuple[str, type]],
+    functions: Mapping[str, Rule],
+    noted: Mapping[str, str],
+    cannot: Mapping[str, str],
+    no_effect: Iterable[str],
+) -> dict[str, Rule]:
+    """Key → its rule.
+
+    Args:
+        renamed: key → setting of the same meaning, and the type of its value.
+        functions: key → function, which may read other keys too.
+        noted: keys → what differs, without changing what is trained.
+        cannot: keys → what has no equivalent.
+        no_effect: keys that do not change what is trained.
+    """
+    found: dict[str, Rule] = {name: partial(_renamed, *target) for name, target in renamed.items()}
+    found |= dict.fromkeys(no_effect, lambda value, keys: NOTHING)
+    for rule, texts in ((_noted, noted), (_cannot, cannot)):
+        found |= {name: partial(rule, text) for names, text in texts.items() for name in names.split()}
+    return found | dict(functions)
+
+
+def _renamed(setting: str, kind: type, value: Any, keys: Keys) -> Honored:
+    """A setting of the same meaning."""
+    try:
+        return Honored({setting: kind(value)})
+    except (TypeError, ValueError) as error:
+        raise NotHonored(f"{value!r} is not a value of {setting}") from error
+
+
+def _noted(text: str, value: Any, keys: Keys) -> Honored:
+    """A key that differs without changing what is trained."""
+    return Honored(note=text)
+
+
+def _cannot(text: str, value: Any, keys: Keys) -> Honored:
+    """A key without an equivalent; 0 turns all of them off."""
+    if value == 0:
+        return NOTHING
+    raise NotHonored(f"no equivalent: {text}")

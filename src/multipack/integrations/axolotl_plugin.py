@@ -73,7 +73,7 @@ class MultipackArgs(BaseModel):
 
 
 def check_settings(data: Mapping[str, Any]) -> None:
-    """Check the keys of the plugin, and those of Axolotl that have no effect or break the number of steps.
+    """Check the keys of the plugin, and Axolotl's keys that have no effect or break the number of steps.
 
     Before Axolotl validates the YAML, whose errors have many lines.
 

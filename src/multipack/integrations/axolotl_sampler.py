@@ -69,12 +69,10 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         drop_last: full batches only. In a single process, documents that are packed into fewer than `batch_size`
             bins are left out, unless there is no full batch without them; with several ranks, documents that are too
             few for a bin each in the last round of batches.
-        num_count_samples: has no effect: `len` is exact.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
-        num_processes: has no effect: packing starts no processes.
-        safe_mode: has no effect: packing skips no document.
-        mp_start_method: has no effect, as `num_processes`.
+        num_count_samples, num_processes, safe_mode, mp_start_method: have no effect: `len` is exact, and packing starts
+            no processes and skips no document.
         multiple_of: the number of batches is rounded up to a multiple of it, and no document is left out. Ranks times
             accumulation steps make every optimizer step whole. None: the number of ranks, and `drop_last` as above.
         overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are
@@ -255,7 +253,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return known
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
-        """Check document numbers and remove those of dropped documents.
+        """Check document numbers and remove dropped documents.
 
         Raises:
             ValueError: `order` is empty, or has an entry that is not a document number.

@@ -9,8 +9,9 @@
     4d_mask        the same row, and a mask (1, 1, T, T) instead of boundaries
     padded         one row per document and a mask of padding (documents, longest)
 
-The keys are those of transformers' `DataCollatorWithFlattening`. `use_cache=False` is one of them: a model with a cache
-ignores document boundaries. Given the documents of an ordinary loader, or a padded batch, it flattens that batch.
+The keys have the names of transformers' `DataCollatorWithFlattening`. `use_cache=False` is one of them: a
+model with a cache ignores document boundaries. Given the documents of an ordinary loader, or a padded batch, it
+flattens that batch.
 """
 
 from __future__ import annotations
@@ -243,8 +244,8 @@ def _array(values: Any) -> NDArray[Any]:
 def document_lengths(dataset: Any, column: str = "input_ids") -> Integers:
     """(documents,) int64 tokens of each document of a map-style data set.
 
-    They are the data set's attribute `lengths` if it has one, or those of a column in Arrow of a `datasets.Dataset`;
-    of any other data set, every document is read once.
+    They are the data set's attribute `lengths` if it has one, or the lengths of a column in Arrow of a
+    `datasets.Dataset`; of any other data set, every document is read once.
 
     Raises:
         ValueError: the data set has no length, no document, or none with that column.

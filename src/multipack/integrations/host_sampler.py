@@ -29,7 +29,7 @@ class HostSampler:
     """The position in an epoch, and states that restore it.
 
     Attributes:
-        lengths: (documents,) int64 tokens of each document; with `overlong="alone"` at most those of a pack.
+        lengths: (documents,) int64 tokens of each document; with `overlong="alone"` at most a pack's.
         fits: (documents,) bool, whether a document is packed: false for those that are left out.
         overlong_documents: (documents,) int64 numbers of the documents that are longer than a pack.
         epoch: the current epoch.

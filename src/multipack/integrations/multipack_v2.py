@@ -43,8 +43,8 @@ class MultipackDistributedBatchSampler(OwnSampler, HostSampler, Sampler[Integers
     Args:
         batch_max_length: maximum number of tokens of a batch of one rank.
         lengths: (documents,) number of tokens of each document.
-        num_replicas: number of data-parallel ranks; None = those of torch.distributed, or 1 without it.
-        rank: rank of this process; None = that of torch.distributed, or 0 without it.
+        num_replicas: number of data-parallel ranks; None = the number in torch.distributed, or 1 without it.
+        rank: rank of this process; None = its rank in torch.distributed, or 0 without it.
         seed: seed of the order, not negative.
         drop_last: full steps only; the other documents are listed in `dropped`.
         overlong: documents longer than `batch_max_length` raise an `error`, are `drop`ped, or have separate batches

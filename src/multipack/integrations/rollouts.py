@@ -5,8 +5,8 @@
     hidden = model.model(**model_inputs(batch)).last_hidden_state[0]
     each = log_probabilities(hidden, model.lm_head.weight, batch)    a tensor for each document
 
-The prompt of a group is computed once, and gradients are those of rows that repeat it. Any loss of the host is computed
-from the log-probabilities of each document's targets.
+The prompt of a group is computed once, and gradients equal the gradients of rows that repeat it. Any loss of the host
+is computed from the log-probabilities of each document's targets.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def makes_masks(trainer: Any) -> bool:
 def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> str:
     """Check that a document of a data set has a target.
 
-    Documents are read until one has a target, and `COUNTED` of them for the note, but not those of a data set that
+    Documents are read until one has a target, and `COUNTED` of them for the note, but not of a data set that
     says its lengths itself.
 
     Returns:
@@ -170,7 +170,7 @@ def _target_counts(dataset: Any, lengths: NDArray[np.int64]) -> Iterator[int]:
 
 
 def _documents(dataset: Any, names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    """The documents of a map-style data set; those of Arrow in blocks."""
+    """The documents of a map-style data set; from Arrow in blocks."""
     if names is None or dataset.format["type"] == "custom":
         yield from (dataset[number] for number in range(len(dataset)))
         return

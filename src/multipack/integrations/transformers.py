@@ -88,81 +88,13 @@ class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
         sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
 
 
-class PackedTrainerMixin(_HOST):  # type: ignore[misc]
-    """Packed training and evaluation for a subclass of Trainer: `class Mine(PackedTrainerMixin, TheirTrainer)`.
-
-    Ranks, gradient accumulation, seed and workers are the host's. `eval_loss` is the mean over all targets of the
-    evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
-
-    Args:
-        model: as of the host.
-        args: as of the host.
-        data_collator: a `PackedDataCollator`; None = one with its defaults.
-        *positional: as of the host.
-        **named: as of the host.
-        capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
-            (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
-        plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
-        probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
-        packed_attention: whether the model computes attention inside documents by this package's function instead of
-            masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
-            model's is sdpa or eager and the probe passes with ours.
-
-    Raises:
-        ValueError: documents affect each other, or a setting of the host would train on something else; the message
-            names it.
-    """
+class PackedLoaders(_HOST):  # type: ignore[misc]
+    """Loaders of one rank's packs in place of a host's: every rank plans the epoch alone, and reads its own rows."""
 
     data_collator: Any
-
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        data_collator: PackedDataCollator | None = None,
-        *positional: Any,
-        capacity: int,
-        plan_options: Mapping[str, Any] | None = None,
-        probe: bool = True,
-        packed_attention: bool | None = None,
-        **named: Any,
-    ) -> None:
-        self.capacity, self.plan_options = check_integer("capacity", capacity), check_options(plan_options)
-        if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
-            raise ValueError(
-                f"data_collator={type(data_collator).__name__} does not make packed rows: leave it out, or give a"
-                " PackedDataCollator"
-            )
-        if {"ref_model", "reward_funcs"} & set(signature(super().__init__).parameters):
-            raise ValueError(
-                f"{type(self).__name__} trains on pairs or rollouts, and packs are made of single documents: use"
-                " PackedSFTTrainer; preference pairs are packed by multipack train"
-            )
-        self._known_lengths: list[tuple[Any, NDArray[np.int64]]] = []
-        self._evaluated = torch.zeros(2)
-        super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
-        check_host(self)
-        # The host's own noise has the size of a row: `compute_loss` adds each document's.
-        self._noise, self.neftune_noise_alpha = getattr(self, "neftune_noise_alpha", None), None
-        if packed_attention:
-            register(self.model)
-        if probe and self.place_model_on_device:
-            with self.accelerator.autocast():
-                self._probe(packed_attention)
-        elif probe:
-            LOG.warning(
-                "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
-            )
-        self.add_callback(PlanCheck())
-
-    def train(self, resume_from_checkpoint: Any = None, *positional: Any, **named: Any) -> Any:
-        """As the host does; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
-
-        Raises:
-            ValueError: the given checkpoint was not.
-        """
-        found = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        return super().train(found, *positional, **named)
+    capacity: int
+    plan_options: dict[str, Any]
+    _known_lengths: tuple[tuple[Any, NDArray[np.int64]], ...] = ()
 
     def get_train_dataloader(self) -> RankLoader:
         """This rank's packs, epoch after epoch."""
@@ -207,6 +139,63 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             return super().get_test_dataloader(test_dataset)
         finally:
             self.data_collator = packed
+
+    def _sampler(self, dataset: Any, setting: str, size: int, **options: Any) -> PackedBatchSampler:
+        args, lengths = self.args, self._lengths_of(dataset)
+        row = self.capacity * size
+        if (long := lengths > row).any():
+            raise ValueError(
+                f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
+                f" use capacity={-(-int(lengths.max()) // size):,}, or truncate or filter these documents"
+            )
+        check_rotations(rotation_limit(getattr(self.model, "config", None)), lengths, type(self).__name__)
+        return PackedBatchSampler(
+            lengths,
+            rank=args.process_index,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            capacity=row,
+            **options,
+        )
+
+    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
+        """Lengths of the documents, read once per data set."""
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{type(dataset).__name__} is a stream: packs are planned over all documents of a map-style data set;"
+                " load it without streaming"
+            )
+        for known, lengths in self._known_lengths:
+            if known is dataset and len(dataset) == len(lengths):
+                return lengths
+        lengths = document_lengths(dataset)
+        others = (known for known in self._known_lengths if known[0] is not dataset)
+        self._known_lengths = (*others, (dataset, lengths))
+        return lengths
+
+    def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
+        args = self.args
+        if hasattr(dataset, "select_columns") and dataset.format["type"] != "custom":  # datasets.Dataset
+            names = [name for name in COLUMNS if name in dataset.column_names]
+            dataset = dataset.select_columns(names).with_format("numpy")
+        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
+        size = getattr(embedding, "num_embeddings", None)
+        return RankLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=self.data_collator if size is None else CheckedTokens(self.data_collator, size),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=persistent,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+
+class PackedLoss(_HOST):  # type: ignore[misc]
+    """The number of targets of a step, and the loss of an evaluation as the mean over all of its targets."""
+
+    _noise: float | None
+    _evaluated: torch.Tensor
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *device: Any) -> Any:
         """The rows of a step and their number of targets, as the host counts them.
@@ -254,55 +243,79 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             result.metrics[f"{metric_key_prefix}_loss"] = total / targets if targets else float("nan")
         return result
 
-    def _sampler(self, dataset: Any, setting: str, size: int, **options: Any) -> PackedBatchSampler:
-        args, lengths = self.args, self._lengths_of(dataset)
-        row = self.capacity * size
-        if (long := lengths > row).any():
-            raise ValueError(
-                f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
-                f" use capacity={-(-int(lengths.max()) // size):,}, or truncate or filter these documents"
-            )
-        check_rotations(rotation_limit(getattr(self.model, "config", None)), lengths, type(self).__name__)
-        return PackedBatchSampler(
-            lengths,
-            rank=args.process_index,
-            world_size=args.world_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            capacity=row,
-            **options,
-        )
 
-    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
-        """Lengths of the documents, read once per data set."""
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"{type(dataset).__name__} is a stream: packs are planned over all documents of a map-style data set;"
-                " load it without streaming"
-            )
-        for known, lengths in self._known_lengths:
-            if known is dataset and len(dataset) == len(lengths):
-                return lengths
-        lengths = document_lengths(dataset)
-        others = [known for known in self._known_lengths if known[0] is not dataset]
-        self._known_lengths = [*others, (dataset, lengths)]
-        return lengths
+class PackedTrainerMixin(PackedLoaders, PackedLoss):
+    """Packed training and evaluation for a subclass of Trainer: `class Mine(PackedTrainerMixin, TheirTrainer)`.
 
-    def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
-        args = self.args
-        if hasattr(dataset, "select_columns") and dataset.format["type"] != "custom":  # datasets.Dataset
-            names = [name for name in COLUMNS if name in dataset.column_names]
-            dataset = dataset.select_columns(names).with_format("numpy")
-        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
-        size = getattr(embedding, "num_embeddings", None)
-        return RankLoader(
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=self.data_collator if size is None else CheckedTokens(self.data_collator, size),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=persistent,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+    Ranks, gradient accumulation, seed and workers are the host's. `eval_loss` is the mean over all targets of the
+    evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
+
+    Args:
+        model: as of the host.
+        args: as of the host.
+        data_collator: a `PackedDataCollator`; None = one with its defaults.
+        *positional: as of the host.
+        **named: as of the host.
+        capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
+            (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
+        plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
+        probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
+        packed_attention: whether the model computes attention inside documents by this package's function instead of
+            masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
+            model's is sdpa or eager and the probe passes with ours.
+
+    Raises:
+        ValueError: documents affect each other, or a setting of the host would train on something else; the message
+            names it.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: PackedDataCollator | None = None,
+        *positional: Any,
+        capacity: int,
+        plan_options: Mapping[str, Any] | None = None,
+        probe: bool = True,
+        packed_attention: bool | None = None,
+        **named: Any,
+    ) -> None:
+        self.capacity, self.plan_options = check_integer("capacity", capacity), check_options(plan_options)
+        if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
+            raise ValueError(
+                f"data_collator={type(data_collator).__name__} does not make packed rows: leave it out, or give a"
+                " PackedDataCollator"
+            )
+        if {"ref_model", "reward_funcs"} & set(signature(super().__init__).parameters):
+            raise ValueError(
+                f"{type(self).__name__} trains on pairs or rollouts, and packs are made of single documents: use"
+                " PackedSFTTrainer; preference pairs are packed by multipack train"
+            )
+        self._evaluated = torch.zeros(2)
+        super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
+        check_host(self)
+        # The host's own noise has the size of a row: `compute_loss` adds each document's.
+        self._noise, self.neftune_noise_alpha = getattr(self, "neftune_noise_alpha", None), None
+        if packed_attention:
+            register(self.model)
+        if probe and self.place_model_on_device:
+            with self.accelerator.autocast():
+                self._probe(packed_attention)
+        elif probe:
+            LOG.warning(
+                "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
+            )
+        self.add_callback(PlanCheck())
+
+    def train(self, resume_from_checkpoint: Any = None, *positional: Any, **named: Any) -> Any:
+        """As the host does; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
+
+        Raises:
+            ValueError: the given checkpoint was not.
+        """
+        found = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(found, *positional, **named)
 
     def _probe(self, packed_attention: bool | None) -> None:
         """Check that documents are isolated; on a CPU with this package's attention, which is kept if they are."""

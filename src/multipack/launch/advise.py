@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from multipack.launch.advise_request import AdviseRequest, PackSize
 from multipack.launch.context_choice import measures, packs_of, with_link
-from multipack.launch.held import model_parameters
+from multipack.launch.held import decoder_of, model_parameters
 from multipack.launch.memory_model import (
     Memory,
     Recompute,
@@ -25,6 +25,7 @@ from multipack.launch.memory_model import (
     memory_of_stages,
 )
 from multipack.launch.traffic import Traffic, communication
+from multipack.ops.lora import check_adapters
 from multipack.parallel.optimizers import (
     DEFAULT_OPTIMIZER,
     SMALLER_STATES,
@@ -257,9 +258,20 @@ class Advice:
         }
 
 
+def check_model(request: AdviseRequest) -> None:
+    """Check that the model can be trained and that its vocabulary is known."""
+    if not request.model.vocabulary_size:
+        raise ValueError(
+            "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
+            " example model.vocabulary_size=50257"
+        )
+    check_adapters(decoder_of(request.model), request.adapter)
+    request.adapter.check_blocks(request.model, 1)
+
+
 def advise(request: AdviseRequest) -> Advice:
     """Compare all candidates and recommend one; raises a ValueError for a model that cannot be trained."""
-    request.check_model()
+    check_model(request)
     everything = list(candidates(request))
     if request.devices == 1 and not any(each.fits for each in _resident(everything)):
         everything += smaller_packs(request)
@@ -311,7 +323,7 @@ def quantized(request: AdviseRequest) -> Iterator[Candidate]:
     """
     other = replace(request, adapter=AdapterConfig(**ADAPTER_PRESETS["qlora"]))
     try:
-        other.check_model()
+        check_model(other)
     except ValueError:  # its rows cannot be divided into blocks
         return
     if request.adapter.name == "none" and not request.host_memory:

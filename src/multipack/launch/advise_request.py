@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multipack.launch.held import matrices_of
-from multipack.launch.memory_model import Dtype
 from multipack.parallel.optimizers import OptimizerName
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.words import byte_count
+
+Dtype = Literal["bf16", "fp16", "fp32"]
 
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
 """Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
@@ -112,24 +112,3 @@ class AdviseRequest:
         inside, outside = LINKS[self.link]
         flops = 1e12 * (self.teraflops or TERAFLOPS[self.dtype])
         return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
-
-    def check_model(self) -> None:
-        """Check that the model can be trained and that its vocabulary is known."""
-        shape, adapter = self.model, self.adapter
-        if adapter.name != "none":
-            matrices = [
-                f"blocks.{layer}.{name}" for layer in range(shape.layers) for name, *_ in matrices_of(shape)
-            ]
-            adapter.check(matrices, [*matrices, "embedding", "positions", "norm", "head"])
-            adapter.check_blocks(shape, 1)
-        for name in ("experts", "kv_rank"):
-            if getattr(shape, name):
-                raise ValueError(
-                    f"model.{name}={getattr(shape, name)}: this model serves planning only and cannot be trained; use"
-                    " one without experts and latent attention"
-                )
-        if not shape.vocabulary_size:
-            raise ValueError(
-                "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
-                " example model.vocabulary_size=50257"
-            )

@@ -1,12 +1,20 @@
-"""Numbers of a model's parameters on a rank: what is trained, and how the rest is held beside adapters. No torch."""
+"""Numbers of a model's parameters on a rank, counted from its modules on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+from torch import nn
+
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart
+from multipack.ops.lora import add_adapters
 from multipack.parallel.stages import RankPart
+from multipack.parallel.tensor import pieces
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
@@ -42,73 +50,58 @@ class Held:
 
     def __add__(self, other: Held) -> Held:
         """Both together."""
-        return Held(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Held(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def __mul__(self, factor: float) -> Held:
         """All numbers, times a factor."""
-        return Held(*(factor * each for each in vars(self).values()))
+        return Held(**{name: factor * value for name, value in vars(self).items()})
 
     def size(self, product: int, element: int = FLOAT32) -> int:
         """Bytes: `product` of an element of frozen linear layers, `element` of others, quantized ones as they are."""
         return round(element * (self.trained + self.frozen) + product * self.products + self.quantized)
 
 
-def matrices_of(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield (name in a block, outputs, inputs) of the matrices of a block."""
-    attended, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    yield "attention.query", attended, shape.d_model
-    yield "attention.key", keys, shape.d_model
-    yield "attention.value", keys, shape.d_model
-    yield "attention.output", shape.d_model, attended
-    if shape.gated:
-        yield "feed_forward.gate", shape.d_ff, shape.d_model
-    yield "feed_forward.up", shape.d_ff, shape.d_model
-    yield "feed_forward.down", shape.d_model, shape.d_ff
+@dataclass(frozen=True)
+class Piece:
+    """A parameter on a rank: its module, its own name, its dtype and shape, and whether it is trained."""
+
+    module: str
+    is_linear: bool
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_trained: bool
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def held(self) -> Held:
+        """What it adds to a rank."""
+        is_cast = self.is_linear and self.module.startswith("blocks.") and self.name != "magnitude"
+        if self.dtype == torch.uint8:
+            return Held(quantized=self.size)
+        if self.dtype != torch.float32:
+            return Held(products=self.size)
+        found = Held(cast=self.size * is_cast)
+        if not self.is_trained:
+            return found + Held(frozen=self.size)
+        found += Held(trained=self.size, matrices=self.size * (is_cast and len(self.shape) == 2))
+        if self.name == "lora_a":
+            found += Held(adapted_ranks=self.shape[0], adapted_inputs=self.shape[1])
+        return found + Held(adapted_outputs=self.shape[0]) if self.name == "lora_b" else found
 
 
 @cache
 def blocks_held(shape: ModelShape, adapter: AdapterConfig = NO_ADAPTER, tensor: int = 1) -> Held:
     """The parameters of a block on a rank, a mean over blocks; `tensor` ranks divide matrices and some biases."""
     found = Held()
-    for layer in range(1 if adapter.name == "none" else shape.layers):
-        norms = _block_norms(shape, tensor)
-        trained = adapter.trains(f"blocks.{layer}.attention_norm")
-        found += Held(trained=norms) if trained else Held(frozen=norms)
-        for name, outputs, inputs in matrices_of(shape):
-            found += _matrix_held(shape, adapter, f"blocks.{layer}.{name}", outputs, inputs, tensor)
-    return found if adapter.name == "none" else found * (1 / shape.layers)
-
-
-def _matrix_held(
-    shape: ModelShape, adapter: AdapterConfig, name: str, outputs: int, inputs: int, tensor: int
-) -> Held:
-    """A matrix of a block with its bias and its adapter."""
-    kind = name.rpartition(".")[2]
-    by_inputs = kind in ("output", "down")
-    shared = kind in ("key", "value") and tensor > shape.kv_heads  # every rank has the whole matrix
-    ranks = 1 if shared else tensor
-    size = outputs * inputs // ranks
-    has_bias = shape.bias or (shape.qkv_bias and kind in ("query", "key", "value"))
-    bias = has_bias * (outputs if by_inputs else outputs // ranks)
-    if adapter.trains(name):
-        found = Held(trained=size + bias, matrices=size, cast=size + bias)
-    elif adapter.format is not None:
-        quantized = adapter.format.rank_bytes(outputs, inputs, ranks, adapter.double_quantize)
-        found = Held(cast=bias, frozen=bias, quantized=quantized)
-    else:
-        found = Held(cast=bias, frozen=bias, products=size)
-    if adapter.adapts(name):
-        rows, columns = (outputs, inputs // ranks) if by_inputs else (outputs // ranks, inputs)
-        pair = adapter.rank * (rows + columns)
-        found += Held(
-            pair + rows * (adapter.name == "dora"),
-            pair,
-            pair,
-            adapted_ranks=adapter.rank,
-            adapted_inputs=columns,
-            adapted_outputs=rows,
-        )
-    return found
+    for layer, count in _kinds_of_blocks(shape, adapter).items():
+        for piece in _pieces(shape, adapter, tensor, layer, layer + 1):
+            found += piece.held * (count * piece.module.startswith("blocks."))
+    return found * (1 / shape.layers)
 
 
 @cache
@@ -116,22 +109,24 @@ def outside_held(
     shape: ModelShape, part: RankPart, adapter: AdapterConfig = NO_ADAPTER, tensor: int = 1
 ) -> Held:
     """The parameters outside of blocks on a rank: embedding, positions, last norm, head."""
-    head = output_rows(shape, tensor) * shape.d_model * part.is_last
-    # The last rank of a pipeline also has the embedding if it is the output matrix.
-    embeds = part.is_first or (part.is_last and shape.tied and not shape.scores)
-    sizes = {
-        "embedding": shape.vocabulary_size // tensor * shape.d_model * embeds,
-        "positions": shape.context * shape.d_model * (part.is_first and shape.positions == "learned"),
-        "norm": _norm_parameters(shape) * part.is_last,
-        "score" if shape.scores else "head": head * bool(shape.scores or not shape.tied),
+    # The last rank of a pipeline also has the embedding if it is the output matrix; a rank with both ends has it once.
+    ends = [0] * part.is_first + [shape.layers] * part.is_last
+    found = {
+        (each.module, each.name): each for end in ends for each in _pieces(shape, adapter, tensor, end, end)
     }
-    found = Held()
-    for name, size in sizes.items():
-        if adapter.trains(name) or name == "score":
-            found += Held(trained=size)
-        else:
-            found += Held(products=size) if name == "head" else Held(frozen=size)
-    return found
+    return sum((each.held for each in found.values()), Held())
+
+
+@cache
+def largest_trained(shape: ModelShape, adapter: AdapterConfig, tensor: int) -> int:
+    """Elements on a rank of the largest parameter that is trained."""
+    parts = [
+        *((layer, layer + 1) for layer in _kinds_of_blocks(shape, adapter)),
+        (0, 0),
+        (shape.layers, shape.layers),
+    ]
+    found = (each for part in parts for each in _pieces(shape, adapter, tensor, *part) if each.is_trained)
+    return max(each.size for each in found)
 
 
 def output_rows(shape: ModelShape, tensor: int = 1) -> int:
@@ -144,16 +139,43 @@ def trains_output(shape: ModelShape, adapter: AdapterConfig) -> bool:
     return bool(shape.scores) or adapter.trains("embedding" if shape.tied else "head")
 
 
-def _block_norms(shape: ModelShape, tensor: int) -> int:
-    """Return the number of parameters of a block's norms on a rank."""
-    of_heads = {"none": 0, "head": 2, "all": (shape.heads + shape.kv_heads) // tensor}[shape.head_norm]
-    return (4 if shape.norms == "around" else 2) * _norm_parameters(shape) + of_heads * shape.head_width
-
-
 def model_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole decoder, including biases and norms."""
-    return round((blocks_held(shape) * shape.layers + outside_held(shape, RankPart(shape.layers))).trained)
+    return sum(parameter.numel() for parameter in decoder_of(shape).parameters())
 
 
-def _norm_parameters(shape: ModelShape) -> int:
-    return shape.d_model * (2 if shape.norm == "layernorm" and shape.bias else 1)
+def decoder_of(shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
+    """The decoder without values; one of other code is counted as ours of these widths.
+
+    Raises:
+        ValueError: the shape serves planning only.
+    """
+    with torch.device("meta"):
+        return Decoder(replace(shape, architecture="", unsupported="", window_layers=0), part=part)
+
+
+@cache
+def _pieces(
+    shape: ModelShape, adapter: AdapterConfig, tensor: int, first: int, stop: int
+) -> tuple[Piece, ...]:
+    """What a rank holds of some blocks, and of what a pipeline stage of them has outside of blocks."""
+    model = decoder_of(shape, DecoderPart(first, stop, shape.layers))
+    # Frozen products are recognized by their dtype. A new head is trained whole.
+    add_adapters(model, adapter.with_head("score") if shape.scores else adapter, torch.bfloat16)
+    return tuple(
+        Piece(name, isinstance(module, nn.Linear), own, each.dtype, size, each.requires_grad)
+        for name, module, own, each, size in pieces(model, PARALLEL_PLAN, tensor)
+    )
+
+
+@cache
+def _kinds_of_blocks(shape: ModelShape, adapter: AdapterConfig) -> Mapping[int, int]:
+    """The first block of each kind → the number of such blocks: those in which the same modules are adapted."""
+    modules = {each.module.removeprefix("blocks.0.") for each in _pieces(shape, NO_ADAPTER, 1, 0, 1)}
+    first: dict[tuple[bool, ...], int] = {}
+    counts = Counter[int]()
+    for layer in range(shape.layers):
+        names = [f"blocks.{layer}.{name}" for name in modules]
+        kind = tuple(matches(name) for name in names for matches in (adapter.adapts, adapter.trains))
+        counts[first.setdefault(kind, layer)] += 1
+    return counts

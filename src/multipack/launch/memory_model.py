@@ -1,4 +1,4 @@
-"""Predicted memory of a rank during training, without torch.
+"""Predicted memory of a rank during training; nothing is allocated.
 
 docs/parallel/choosing.md states the formulas and their accuracy.
 
@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from multipack.launch.held import FLOAT32, Held, blocks_held, output_rows, outside_held, trains_output
+import torch
+
+from multipack.launch.advise_request import Dtype
+from multipack.launch.held import (
+    FLOAT32,
+    Held,
+    blocks_held,
+    largest_trained,
+    output_rows,
+    outside_held,
+    trains_output,
+)
+from multipack.ops.logits import chunk_rows
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import RankPart, parts_of_ranks
@@ -22,14 +34,9 @@ from multipack.planning.placement_report import ContextMeasure
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
-Dtype = Literal["bf16", "fp16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 """Activation checkpointing, fastest first, and with the least memory last."""
 
-LOSS_CHUNK_TOKENS = 1024
-"""Number of rows whose logits exist at a time on a CPU, and the minimum on a GPU (ops/logits.py)."""
-LOSS_CHUNK_BYTES = 2**30
-"""Bytes of float32 logits up to which more rows exist on a GPU."""
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters zero3 holds gathered: the current one, and the prefetched next one."""
 
@@ -221,8 +228,9 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     if row.matrix_bytes is not None:
         states += (row.matrix_bytes - row.state_bytes) * part.layers * block.matrices
     optimizer = int(states // divided["optimizer"])
+    largest = int(row.state_bytes * largest_trained(shape, work.adapter, config.tensor))
     if config.strategy.divides_optimizer:  # by whole tensors
-        optimizer = max(optimizer, int(row.state_bytes * _largest_trained(work)))
+        optimizer = max(optimizer, largest)
     parameters, gradients = held.size(work.product) // shards, round(FLOAT32 * held.trained) // shards
     host = disk = 0
     if config.offload == "disk":
@@ -255,7 +263,6 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)
     if disk and not config.offloads_parameters:  # on the device, a tensor's state while it is updated
-        largest = int(row.state_bytes * _largest_trained(work))
         temporary = max(temporary, largest - activations - loss)
     return Memory(
         parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host, disk
@@ -274,8 +281,7 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
     columns, width, d = output_rows(shape, tensor), shape.d_ff // tensor, shape.d_model
     cast = product if product < FLOAT32 else 0
-    chunk = 0 if work.device == "cpu" else LOSS_CHUNK_BYTES // (FLOAT32 * columns)
-    rows = min(slots, max(LOSS_CHUNK_TOKENS, chunk))
+    rows = min(slots, chunk_rows(columns, torch.device("cpu" if work.device == "cpu" else "cuda")))
     logits = rows * columns * (FLOAT32 + product + (FLOAT32 if cast and work.device == "cpu" else cast))
     trained = trains_output(shape, work.adapter)
     matrix = columns * d * cast * (trained or shape.tied)  # a frozen head has the dtype of products
@@ -293,13 +299,3 @@ def _matrix_bytes(adapter: AdapterConfig) -> int:
     of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
     of_format = adapter.format.unpacked if adapter.format else 0
     return max(of_dora, of_format, FLOAT32 if adapter.name == "none" or adapter.train else 0)
-
-
-def _largest_trained(work: Workload) -> int:
-    """Elements of the largest tensor that is trained."""
-    shape, tensor, adapter = work.shape, work.config.tensor, work.adapter
-    if adapter.name != "none" and not adapter.train:
-        return adapter.rank * max(shape.d_model, shape.d_ff, shape.heads * shape.head_width) // tensor
-    positions = shape.context if shape.positions == "learned" else 0
-    divided = (shape.vocabulary_size, shape.d_ff, shape.heads * shape.head_width)
-    return max(positions, *(size // tensor for size in divided)) * shape.d_model

@@ -1,4 +1,4 @@
-"""Predicted bytes that ranks exchange in a step, without torch.
+"""Predicted bytes that ranks exchange in a step.
 
 One of n ranks in a collective over S bytes (the whole, after gathering or before scattering) sends at least
 

@@ -24,14 +24,13 @@ documents begin. Names of parameters, on which checkpoints and other modules rel
 
 and `.bias` beside `.weight` where the shape has biases. Query, key and value (and gate and up) are separate matrices:
 each splits into equal row blocks for tensor parallelism, even with fewer key heads than query heads, where a fused
-matrix would need interleaved rows; fusing them would save 0.3 % of a step on the CPU. Row order is that of Llama's
+matrix would need interleaved rows; fusing them would save 0.3 % of a step on the CPU. Rows have the order of Llama's
 weights on Hugging Face (a head's two halves rotate). There are no buffers: rotary tables are computed from
 position_ids, so that `.to(bfloat16)`, meta-device initialization and sharding do not affect them.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,43 +42,25 @@ from torch import Tensor, nn
 from multipack.data.packs.batch import PackedBatch, check_tokens
 from multipack.models.foreign import body_hidden, build_body
 from multipack.models.kv_cache import KeyValueCache
-from multipack.models.layers import Attend, Block, make_norm
+from multipack.models.layers import BLOCK_PLAN, Attend, Block, draw_initial, make_norm
 from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.allocate import allocate
 from multipack.ops.attention import find_backend
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.logits import soft_capped
 from multipack.ops.loss import linear_cross_entropy
-from multipack.ops.norm import OffsetRMSNorm
 from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
 
 PARALLEL_PLAN = {
     "embedding": "vocabulary",
     "positions": "positions",
-    "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "gathers",
-    "blocks.*.attention.query": "column",
-    "blocks.*.attention.query_norm": "norm",
-    "blocks.*.attention.key": "heads",
-    "blocks.*.attention.key_norm": "norm",
-    "blocks.*.attention.value": "heads",
-    "blocks.*.attention.output": "row",
-    "blocks.*.attention_out_norm": "norm",
-    "blocks.*.feed_forward_norm": "norm",
-    "blocks.*.feed_forward_out_norm": "norm",
-    "blocks.*.feed_forward": "gathers",
-    "blocks.*.feed_forward.gate": "column",
-    "blocks.*.feed_forward.up": "column",
-    "blocks.*.feed_forward.down": "row",
+    **{f"blocks.*.{name}": kind for name, kind in BLOCK_PLAN.items()},
     "norm": "norm",
     "head": "vocabulary",
 }
-"""Pattern of a module's name → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
-those of keys and values by whole heads, of which several ranks may have the same (`heads`), embeddings and head by rows
-of the vocabulary (`vocabulary`). Modules of `norm` and `positions` process a part of the tokens or heads; the input of
-`gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules.
-"""
+"""Pattern of a module's name → how tensor parallelism divides it, see `BLOCK_PLAN`; embeddings and head by rows of the
+vocabulary (`vocabulary`)."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +94,14 @@ class Decoder(nn.Module):
     Args:
         shape: layers, widths and options; its vocabulary must be set.
         attention: name of a backend, or `"auto"` (ops/attention/table.py).
-        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, also called with `weights=` if a batch has
-            weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
-        training_loss: loss function in training mode, such as one with z-loss; None = `loss_function`.
+        training_loss: loss function in training mode, such as one with z-loss; None = `linear_cross_entropy`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
             positions), the last one the final norm and the head (the embedding, if they are tied).
+
+    Attributes:
+        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss in evaluation, also called with `weights=` if a
+            batch has weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
+        training_loss: the same in training.
 
     Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
@@ -130,7 +114,6 @@ class Decoder(nn.Module):
         self,
         shape: ModelShape,
         attention: str = "auto",
-        loss_function: Callable[..., Tensor] = linear_cross_entropy,
         training_loss: Callable[..., Tensor] | None = None,
         part: DecoderPart | None = None,
     ) -> None:
@@ -140,8 +123,7 @@ class Decoder(nn.Module):
                 "model.vocabulary_size=0 takes the tokenizer's size, and no tokenizer set it: use"
                 " shape.with_vocabulary(size)"
             )
-        if not shape.architecture:
-            _check_planning_only(shape)
+        shape.check_computed()
         if attention != "auto":
             find_backend(attention)
             if shape.attention_cap:
@@ -150,8 +132,8 @@ class Decoder(nn.Module):
                     f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
                 )
         self.shape = shape
-        self.loss_function = loss_function
-        self.training_loss = training_loss or loss_function
+        self.loss_function: Callable[..., Tensor] = linear_cross_entropy
+        self.training_loss: Callable[..., Tensor] = training_loss or linear_cross_entropy
         self.part = part or DecoderPart(0, shape.layers, shape.layers)
         with torch.device("meta"):  # only reset_parameters draws values
             self._make(shape, attention)
@@ -247,7 +229,7 @@ class Decoder(nn.Module):
         return out if self.shape.logit_divisor == 1.0 else out / self.shape.logit_divisor
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """(T, d) embeddings of the tokens, plus those of learned positions."""
+        """(T, d) embeddings of the tokens, plus learned positions."""
         if batch.input_ids.device.type == "cpu":  # on a GPU the check would wait for the device
             check_tokens(batch.input_ids, self.shape.vocabulary_size)
         x: Tensor = self.embedding(batch.input_ids)
@@ -317,14 +299,10 @@ class Decoder(nn.Module):
         stream's variance does not grow with depth. GPT-2's 0.02 is too small for narrow models: learning rates move
         such weights by a tenth a step, and norms of the small residual stream multiply its gradients. With 0.02,
         model=tiny at lr 3e-3 amplifies differences of rounding 1,000 times in 41 steps; with 1/√d_model they stay.
-        Those of a model of transformers are zeros, until they are read (models/foreign.py).
         """
         for module_name, module in self.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if self.shape.architecture:
-                    parameter.zero_()
-                    continue
-                _draw(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
+                draw_initial(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
         context = self.shape.context
@@ -338,29 +316,12 @@ class Decoder(nn.Module):
         return batch.position_ids
 
 
-def _check_planning_only(shape: ModelShape) -> None:
-    """Refuse shapes that only planning knows."""
-    other = [name for name in ("experts", "kv_rank") if getattr(shape, name)]
-    if shape.window_layers not in (0, shape.layers):
-        other.append("window_layers")
-    if shape.unsupported:
-        raise ValueError(
-            f"{shape.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
-        )
-    if other:
-        given = ", ".join(f"model.{name}={getattr(shape, name)}" for name in other)
-        raise ValueError(
-            f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
-            f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
-        )
-
-
 def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.device], Tensor]:
     """A function that draws one parameter of a decoder: (name, device) → its whole initial value.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, on the parameter's device. Values
-    equal those of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type, and do not depend on
-    the rank or the order of calls: ranks need not communicate.
+    equal the weights of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type, and do not
+    depend on the rank or the order of calls: ranks need not communicate.
     """
     with torch.device("meta"):
         whole = Decoder(shape)
@@ -369,31 +330,7 @@ def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.dev
     def value(name: str, device: torch.device) -> Tensor:
         empty = whole.get_parameter(name)
         made = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-        if shape.architecture:
-            return made.zero_()
-        _draw(name, made, whole.get_submodule(name.rpartition(".")[0]), shape, seed)
+        draw_initial(name, made, whole.get_submodule(name.rpartition(".")[0]), shape, seed)
         return made
 
     return value
-
-
-def _draw(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, seed: int) -> None:
-    """Initialize a parameter of `module`; one without a rule would keep uninitialized memory."""
-    path, _, own = name.rpartition(".")
-    if isinstance(module, nn.Linear | nn.Embedding) and own == "weight":
-        if parameter.is_meta:
-            return
-        writes_residual = path.endswith((".attention.output", ".feed_forward.down"))
-        std = (shape.d_model * (2 * shape.layers if writes_residual else 1)) ** -0.5
-        # Fake tensors use a generator of the CPU.
-        is_cuda = parameter.device.type == "cuda" and torch.cuda.is_available()
-        generator = torch.Generator(parameter.device if is_cuda else "cpu")
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        parameter.normal_(std=std, generator=generator.manual_seed(int.from_bytes(digest[:4], "little")))
-    elif isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm):
-        parameter.fill_(0.0 if own == "bias" or isinstance(module, OffsetRMSNorm) else 1.0)
-    else:
-        raise ValueError(
-            f"{path} ({type(module).__name__}) has a parameter without a rule for initial values, {own}:"
-            " add one to models/decoder.py"
-        )

@@ -7,8 +7,8 @@
       everything else      ─▶    model          positions, the last norm, and the code that joins them
 
 A `ModelShape` with `architecture=FOLDER` describes such a model: its numbers are for cost and reports, and the model is
-that of the folder's config.json. Code in the folder is not run. Auxiliary losses of routers, which transformers adds to
-its own loss only, are not computed.
+the one of the folder's config.json. Code in the folder is not run. Auxiliary losses of routers, which transformers
+adds to its own loss only, are not computed.
 
 Weights are read by transformers, which knows the formats of files (experts are stored one by one, and joined in
 memory). Buffers that files hold, such as the routing biases of DeepSeek-V3, become frozen parameters; other buffers are
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from multipack.data.packs.batch import PackedBatch, check_tokens
 from multipack.machine import import_extra
@@ -45,7 +47,7 @@ from multipack.untrusted import config_from_folder, foreign_errors, from_folder,
 MXFP4 = "mxfp4"
 """The quantization of gpt-oss, which transformers can undo."""
 LANGUAGE = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
-"""Names of tensors in a model with images → names in its language model."""
+"""Beginnings of tensors' names in a model with images, in newer and in older files → in its language model."""
 PREFIX = "hf:"
 """Prefix of `model=hf:FOLDER`."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -54,7 +56,7 @@ _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotar
 
 
 def read_config(folder: str) -> Any:
-    """The configuration of the language model in a folder; of a model with images, that of its part for text.
+    """The configuration of the language model in a folder; of a model with images, of its part for text.
 
     Raises:
         ImportError: transformers is not installed.
@@ -185,7 +187,9 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
         for name, child in list(module._modules.items()):
             if child is blocks or child is embedding:
                 del module._modules[name]
-                module.__dict__[name] = child  # found by the model's code, and held by the decoder alone
+                # The model's code finds them as attributes, but a module here would be a second owner of parameters,
+                # which FSDP would shard and checkpoints save twice.
+                module.__dict__[name] = child
     decoder.embedding, decoder.blocks, decoder.model = embedding, blocks, base
     if head.weight is not embedding.weight:
         decoder.head = head
@@ -201,19 +205,19 @@ def _is_blocks(module: nn.Module, layers: int) -> bool:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters of new modules are on the meta device, and buffers have their values."""
-    register_parameter = nn.Module.register_parameter
+    """Context in which parameters of this thread's new modules are on the meta device; buffers have their values."""
+    thread = threading.get_ident()
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register_parameter(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        hook.remove()
 
 
 def _freeze_buffers(model: nn.Module) -> None:
@@ -227,7 +231,11 @@ def _freeze_buffers(model: nn.Module) -> None:
 
 
 def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
-    """(T, d) inputs of the head, times the factor of the logits; (T, d + 1) for a head with a bias, with ones."""
+    """(T, d) inputs of the head, times the factor of the logits.
+
+    For a head with a bias they are (T, d + 1): a column of ones (times the factor), which multiplies the bias, the last
+    column of `Decoder.output_weight`. So losses know matrices only.
+    """
     if batch.input_ids.device.type == "cpu":
         check_tokens(batch.input_ids, decoder.shape.vocabulary_size)
     if decoder.rotation_limit is not None:
@@ -282,7 +290,7 @@ def _arguments(kind: Any) -> frozenset[str] | None:
 def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], Tensor]:
     """A function that reads a parameter of the model of `shape.architecture`, in float32.
 
-    transformers reads all weights at the first call. Their dtype is that of the files.
+    transformers reads all weights at the first call, in the dtype of the files.
 
     Args:
         shape: of the model.

@@ -45,7 +45,7 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        tokens: the new tokens, without an end token, but with those of a stop string.
+        tokens: the new tokens, without an end token, but with the tokens of a stop string.
         reason: what ended it: `end`: an end token; `stop`: a stop string; `length`: the maximum number of tokens.
         text: the decoded tokens up to the stop string; empty without a tokenizer.
     """
@@ -88,13 +88,19 @@ def generate(
     Raises:
         ValueError: the prompt is empty, a token is outside the vocabulary, or an option is out of range.
     """
-    sampling = Sampling(max_tokens, temperature, top_k, top_p)
-    text = _Text(_checked(prompt_ids, model), generator if generator is not None else torch.Generator())
-    ends = () if end_id is None else (end_id,)
-    _continue(model, [text], sampling, ends, vocabulary_size, use_cache, together=1)
-    return text.tokens
+    (found,) = generate_batch(
+        model,
+        [prompt_ids],
+        Sampling(max_tokens, temperature, top_k, top_p),
+        end_ids=() if end_id is None else (end_id,),
+        vocabulary_size=vocabulary_size,
+        use_cache=use_cache,
+        generators=[generator or torch.Generator()],
+    )
+    return found.tokens
 
 
+@torch.no_grad()
 def generate_batch(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -106,6 +112,7 @@ def generate_batch(
     listener: Listener | None = None,
     use_cache: bool = True,
     together: int = MAX_TEXTS,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> list[Completion]:
     """Continue several prompts together, each exactly as alone.
 
@@ -119,6 +126,7 @@ def generate_batch(
         listener: called with new text of each prompt.
         use_cache: as in `generate`.
         together: maximum number of texts at the same time, which bounds the cache's memory.
+        generators: one for each prompt; None = by the seed of `sampling`.
 
     Returns:
         One completion per prompt, in their order.
@@ -140,13 +148,25 @@ def generate_batch(
         vocabulary_size = tokenizer.vocabulary_size
     texts = []
     for number, prompt in enumerate(prompts):
-        text = _Text(_checked(prompt, model), sampling.generator(number))
+        generator = sampling.generator(number) if generators is None else generators[number]
+        text = _Text(_checked(prompt, model), generator)
         if tokenizer is not None:
             text.stream = TextStream(tokenizer, prompt, sampling.stop)
         if listener is not None:
             text.listener = partial(listener, number)
         texts.append(text)
-    _continue(model, texts, sampling, end_ids, vocabulary_size, use_cache, together)
+    waiting = deque(texts if sampling.max_tokens else ())
+    running: list[_Text] = []
+    with _evaluating(model):
+        runner = _Runner(model, min(together, len(texts)) if use_cache else 0)
+        while waiting or running:
+            while waiting and len(running) < together:
+                running.append(waiting.popleft())
+            rows = F.linear(runner.last_hidden(running), model.output_weight)
+            logits = soft_capped(rows, model.shape.logit_cap)
+            for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
+                text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
+            running = [text for text in running if text.reason is None]
     return [
         Completion(text.tokens, text.reason or "length", text.stream.text if text.stream else "")
         for text in texts
@@ -233,33 +253,6 @@ class _Runner:
             self.cache.admit(batch)
         ends = torch.tensor(batch.lengths, device=batch.input_ids.device).cumsum(0) - 1
         return self.model.hidden(batch, self.cache if is_cached else None)[ends]
-
-
-@torch.no_grad()
-def _continue(
-    model: Decoder,
-    texts: Sequence[_Text],
-    sampling: Sampling,
-    end_ids: Collection[int],
-    vocabulary_size: int | None,
-    use_cache: bool,
-    together: int,
-) -> None:
-    """Continue all texts until they end, at most `together` at a time, beginning with the first."""
-    if not sampling.max_tokens:
-        return
-    waiting = deque(texts)
-    running: list[_Text] = []
-    with _evaluating(model):
-        runner = _Runner(model, min(together, len(texts)) if use_cache else 0)
-        while waiting or running:
-            while waiting and len(running) < together:
-                running.append(waiting.popleft())
-            rows = F.linear(runner.last_hidden(running), model.output_weight)
-            logits = soft_capped(rows, model.shape.logit_cap)
-            for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
-                text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
-            running = [text for text in running if text.reason is None]
 
 
 @contextmanager

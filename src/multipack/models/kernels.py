@@ -50,7 +50,7 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
 
     divided = "parallel.tensor", given["parallel.tensor"] > 1
     compiled = "train.compile", given["train.compile"] == "true"
-    foreign = "model.architecture", bool(shape.architecture)  # its modules are those of transformers
+    foreign = "model.architecture", bool(shape.architecture)  # transformers' modules
     return {
         "RMSNorm": first(foreign, ("model.norm", shape.norm == "layernorm"), divided, compiled),
         "SwiGLU": first(foreign, ("model.activation", shape.activation != "swiglu"), compiled),

@@ -39,7 +39,7 @@ class KeyValueCache:
     Attributes:
         attention: for each block a function that replaces `attention`: it stores the keys and values of the pass and
             attends to all tokens of each sequence.
-        lengths: number of tokens of each row in use, including those of the current pass.
+        lengths: number of tokens of each row in use, including tokens of the current pass.
         stored: for each block (2, rows, K, capacity, D): keys, and values.
     """
 

@@ -3,11 +3,18 @@
     x ─┬─ norm ─ attention ─ norm ─ + ─┬─ norm ─ feed-forward ─ norm ─ + ─▶      `norms` of a shape says which of the
        └────────────────────────────┘  └───────────────────────────────┘         norms a block has
 
-Tensors have no batch dimension: their first dimension is the T tokens of a pack.
+Tensors have no batch dimension: their first dimension is the T tokens of a pack. A new module states here how tensor
+parallelism divides it (`BLOCK_PLAN`) and how it begins (`draw_initial`). What other modules replace on a built decoder:
+
+    Block.around, Block.tiles              models/recompute.py     activation checkpointing, tiles
+    Attention.attend                       parallel/context.py     ranks that divide documents
+    Attention.rotate, FeedForward.swiglu   models/kernels.py       Liger's kernels
+    RMSNorm.function                       models/kernels.py       Liger's kernel
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -27,6 +34,29 @@ from multipack.shapes import ModelShape
 
 Attend = Callable[..., Tensor]
 """A function with the signature of `attention`."""
+
+
+BLOCK_PLAN = {
+    "attention_norm": "norm",
+    "attention": "gathers",
+    "attention.query": "column",
+    "attention.query_norm": "norm",
+    "attention.key": "heads",
+    "attention.key_norm": "norm",
+    "attention.value": "heads",
+    "attention.output": "row",
+    "attention_out_norm": "norm",
+    "feed_forward_norm": "norm",
+    "feed_forward_out_norm": "norm",
+    "feed_forward": "gathers",
+    "feed_forward.gate": "column",
+    "feed_forward.up": "column",
+    "feed_forward.down": "row",
+}
+"""Name of a module of a block → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
+matrices of keys and values by whole heads, of which several ranks may have the same (`heads`). Modules of `norm`
+process a part of the tokens or heads; the input of `gathers` is gathered to all tokens. Not every shape has all
+modules."""
 
 
 class Block(nn.Module):
@@ -55,7 +85,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
-        """(T, d) → (T, d); `attend` is that of `Attention.forward`."""
+        """(T, d) → (T, d); `attend` as in `Attention.forward`."""
         if self.around is not None and self.training and attend is None:
             return self.around(self.compute, x, batch, rotation)
         return self.compute(x, batch, rotation, attend)
@@ -101,8 +131,8 @@ class Attention(nn.Module):
     The number of heads follows from the weights, which are a part of the whole under tensor parallelism.
 
     Attributes:
-        attend: the attention function; context parallelism replaces it.
-        rotate: (query, key, rotation) → both, rotated; models/kernels.py replaces it.
+        attend: the attention function.
+        rotate: (query, key, rotation) → both, rotated.
     """
 
     def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
@@ -170,7 +200,7 @@ class FeedForward(nn.Module):
     A class that replaces it must define `forward` and `matrices`.
 
     Attributes:
-        swiglu: (gate, up) → their product after SiLU; models/kernels.py replaces it.
+        swiglu: (gate, up) → their product after SiLU.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -233,3 +263,31 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
         return x
     rows: Tensor = norm(x.reshape(-1, x.shape[-1]).to(cast(Tensor, norm.weight).dtype))
     return rows.view(x.shape).to(x.dtype)
+
+
+def draw_initial(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, seed: int) -> None:
+    """Initialize a parameter of `module`: see `Decoder.reset_parameters`. One without a rule is an error.
+
+    Parameters of a model of transformers are zeros, until they are read (models/foreign.py).
+    """
+    if shape.architecture:
+        parameter.zero_()
+        return
+    path, _, own = name.rpartition(".")
+    if isinstance(module, nn.Linear | nn.Embedding) and own == "weight":
+        if parameter.is_meta:
+            return
+        writes_residual = path.endswith((".attention.output", ".feed_forward.down"))
+        std = (shape.d_model * (2 * shape.layers if writes_residual else 1)) ** -0.5
+        # Fake tensors use a generator of the CPU.
+        is_cuda = parameter.device.type == "cuda" and torch.cuda.is_available()
+        generator = torch.Generator(parameter.device if is_cuda else "cpu")
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        parameter.normal_(std=std, generator=generator.manual_seed(int.from_bytes(digest[:4], "little")))
+    elif isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm):
+        parameter.fill_(0.0 if own == "bias" or isinstance(module, OffsetRMSNorm) else 1.0)
+    else:
+        raise ValueError(
+            f"{path} ({type(module).__name__}) has a parameter without a rule for initial values, {own}:"
+            " add one to models/layers.py"
+        )

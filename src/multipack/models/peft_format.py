@@ -53,7 +53,7 @@ def to_peft(
         shape: of the decoder.
         config: of the adapter.
         state: what was trained, by name.
-        alphas: matrix → its alpha, where it is another than that of `config`.
+        alphas: matrix → its alpha, where it differs from `config.alpha`.
 
     Raises:
         ValueError: peft cannot have this adapter on transformers' model.

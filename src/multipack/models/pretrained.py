@@ -18,30 +18,27 @@ from torch import Tensor
 from multipack.models.huggingface import (
     Origin,
     decoder_shape,
-    family_of,
     language_name,
     origins,
     parameter_shapes,
     to_huggingface,
 )
 from multipack.shapes import ModelShape, read_json
+from multipack.shapes.config_json import family_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names in a Hugging Face folder."""
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def open_weights(
-    folder: Path, dtype: torch.dtype = torch.float32
-) -> tuple[ModelShape, dict[str, Callable[[], Tensor]]]:
+def open_weights(folder: Path) -> tuple[ModelShape, dict[str, Callable[[], Tensor]]]:
     """Shape and weights of a Hugging Face folder: config.json and one or several safetensors files.
 
     Args:
         folder: as written by `save_pretrained` or `multipack export`.
-        dtype: of the tensors.
 
     Returns:
-        The decoder's shape, and name → function that reads the value, of its parameters in their order.
+        The decoder's shape, and name → function that reads the value in float32, of its parameters in their order.
 
     Raises:
         ValueError: an unsupported model; weights that are pickled, missing, of other shapes or not floating point; a
@@ -76,7 +73,7 @@ def open_weights(
         file, own = held[origin.name]
         try:
             with safe_open(file, "pt") as opened:
-                return origin.of(opened.get_slice(own)).to(dtype)
+                return origin.of(opened.get_slice(own)).to(torch.float32)
         except (SafetensorError, OSError) as error:
             raise _damaged(folder, error) from error
 

@@ -2,7 +2,7 @@
 
     documents   A A A A  B B B  C C C C      one small packed batch
     change A    x x x x  B B B  C C C C      outputs of B and C must stay the same
-    alone                B B B               and equal those of B processed alone
+    alone                B B B               and equal B's processed alone
 
 A dozen forwards over 27 tokens, without gradients. A leak is a change of outputs in a document that was not changed.
 Wrong positions are no leak, but a difference from the document alone. Of either, the size and the first module that

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from multipack.models.decoder import Decoder
+from multipack.models.layers import Block
 from multipack.ops.attention import table
 from multipack.ops.experts import QuantizedExperts
 from multipack.ops.loss import LOSS_ATTRIBUTES
@@ -61,15 +62,13 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
     block: Any
     for block in model.blocks:
         # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
-        draws = bool(model.shape.architecture) or any(
-            getattr(module, "dropout", 0) > 0 for module in block.modules()
-        )
+        is_own = isinstance(block, Block)
+        draws = not is_own or any(getattr(module, "dropout", 0) > 0 for module in block.modules())
         options: dict[str, Any] = {"preserve_rng_state": draws}
         if kind == "selective":
-            unsaved = set() if model.shape.architecture else block.unsaved_matrices()
-            policy = partial(_policy, attention, unsaved)
+            policy = partial(_policy, attention, block.unsaved_matrices() if is_own else set())
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        if not model.shape.architecture:
+        if is_own:
             block.around = None if kind == "none" else partial(_checkpointed, options)
         elif kind != "none":
             for module in block.modules():

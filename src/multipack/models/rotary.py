@@ -10,8 +10,8 @@ Scalings extend the context of a trained model; low frequencies are those that t
     longrope   a divisor for each frequency, another one in documents that are longer than the trained context, and a
                factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753)
 
-Where the length counts (dynamic, longrope) it is that of each document, as in a batch of that document alone: packs and
-batches have no influence.
+Where the length counts (dynamic, longrope) it is the length of each document, as in a batch of that document alone:
+packs and batches have no influence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from multipack.shapes import ModelShape
-from multipack.shapes.config_json import LLAMA3_SCALING, YARN_TURNS
+from multipack.shapes.rotation import LLAMA3_SCALING, YARN_TURNS
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotation angles, two (T, 1, D/2) tensors; D is the width of the rotated elements."""

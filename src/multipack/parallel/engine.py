@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from multipack.ops.autocast import drop_copies, keeping_copies
 from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.scaling import LossScaler
 from multipack.parallel.state import (
     State,
     StateSource,
@@ -35,16 +35,194 @@ from multipack.parallel.state import (
     squared_norm,
     squared_norms,
 )
-from multipack.parallel.step_result import DeviceClock, StepResult
 from multipack.parallel.world import World
 
 Share = Callable[[Any], Any]
 """A pack → this rank's part of it, under context parallelism."""
+INITIAL_SCALE = 65536.0
+GROWTH_STEPS = 2000
+"""Steps without overflow after which the scale of losses in fp16 doubles."""
 
 
 def whole_pack(batch: Any) -> Any:
     """The `Share` of a rank that computes whole packs."""
     return batch
+
+
+class DeviceClock:
+    """Measures time on a device without synchronizing it: by CUDA events on a GPU, by a clock of the host elsewhere."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._clock = clock
+
+    def mark(self) -> Any:
+        """Record the current time: on a GPU as an event in its stream, because the host runs ahead of it."""
+        if not self._is_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Seconds between two marks; waits for the second one."""
+        if not self._is_cuda:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of the forward and backward passes of a step on one rank; reading a number of it waits for the device.
+
+    Attributes:
+        values: (micro-batches,) summed loss of each micro-batch, on the device. If several ranks compute the same loss,
+            all but one of them have zeros, so that the sum over all ranks is the step's loss.
+        forward, backward: (began, ended) marks of `clock` of all passes; backward passes include the synchronization
+            of gradients.
+        clock: the clock of the device.
+    """
+
+    values: Tensor
+    forward: Sequence[tuple[Any, Any]]
+    backward: Sequence[tuple[Any, Any]]
+    clock: DeviceClock
+
+    @property
+    def losses(self) -> list[float]:
+        """`values` on the host, in one transfer."""
+        losses: list[float] = self.values.tolist()
+        return losses
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time in forward passes."""
+        return sum(self.clock.seconds(*marks) for marks in self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Time in backward passes."""
+        return sum(self.clock.seconds(*marks) for marks in self.backward)
+
+    @property
+    def synchronizing_seconds(self) -> float:
+        """Time of the last backward pass beyond the pace of the others, over the forward passes of their packs.
+
+        Where only the last pass synchronizes gradients, this is the communication that computing did not hide; NaN with
+        one micro-batch.
+        """
+        forward, backward = (
+            [self.clock.seconds(*marks) for marks in passes] for passes in (self.forward, self.backward)
+        )
+        if len(forward) < 2 or not sum(forward[:-1]):
+            return math.nan
+        return max(backward[-1] - forward[-1] * sum(backward[:-1]) / sum(forward[:-1]), 0.0)
+
+
+class LossScaler:
+    """Factor of losses in fp16, so that small gradients stay nonzero while they are computed; 1 unless `enabled`.
+
+    A step whose gradient overflows is skipped and the scale halved; after 2,000 steps without overflow it doubles
+    (Micikevicius et al. 2018, arXiv:1710.03740). It is the same on every rank, because overflow is decided by the
+    global gradient norm.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = INITIAL_SCALE if enabled else 1.0
+        self.steps = 0  # since the scale last changed
+
+    @torch.no_grad()
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        if self.enabled and (held := [local(gradient) for gradient in gradients]):
+            torch._foreach_mul_(held, 1.0 / self.scale)
+
+    def update(self, overflowed: bool) -> None:
+        """Adjust the scale at the end of a step."""
+        if not self.enabled:
+            return
+        self.steps = 0 if overflowed else self.steps + 1
+        if overflowed:
+            self.scale /= 2
+        elif self.steps == GROWTH_STEPS:
+            self.scale, self.steps = self.scale * 2, 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint, with the names of torch's `GradScaler`."""
+        return {"scale": torch.tensor(self.scale), "_growth_tracker": torch.tensor(float(self.steps))}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Load what `state()` returned."""
+        self.scale, self.steps = float(state["scale"]), int(state["_growth_tracker"])
+
+
+class Engine(Protocol):
+    """What training asks of a model on several ranks; `ModelEngine`, whose methods say more, is the first.
+
+    Another engine may clip inside `step`, and hold its state in other tensors, if `state` has the names of parameters
+    and pieces that any mesh can read. Attributes are those of `ModelEngine`.
+    """
+
+    mesh: Mesh
+    dtype: torch.dtype
+    clock: DeviceClock
+    parameters: dict[str, nn.Parameter]
+    shapes: dict[str, tuple[int, ...]]
+    saved: frozenset[str] | None
+    is_whole: bool
+    overflowed: bool
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's only module."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of losses and gradients in fp16, until the last backward pass; 1 in other precisions."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[Any], denominator: float, watch: Callable[[int], None] | None = None
+    ) -> StepResult:
+        """Compute the gradient of a step's summed loss over `denominator`."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, by name."""
+
+    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Squared norm of each of the model's tensors; collective."""
+
+    def clip(self, max_norm: float) -> float:
+        """`clip_on_device`, read on the host; says whether fp16 overflowed."""
+
+    def clip_on_device(self, max_norm: float) -> Tensor:
+        """The global norm of the gradient, which is clipped to `max_norm` (0 = not); collective."""
+
+    def step(self, learning_rate: float) -> None:
+        """Apply the optimizer, and clear the gradient."""
+
+    def discard(self) -> None:
+        """Clear the gradient."""
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Summed losses of packs, without gradients."""
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """Context of this rank's first module, in evaluation mode."""
+
+    def state(self) -> State:
+        """This rank's tensors, for a checkpoint."""
+
+    def load_state(self, source: StateSource) -> None:
+        """Load a state that was saved from any mesh; collective."""
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of parameters with values that are not finite, of all ranks; collective."""
 
 
 class ModelEngine:
@@ -142,9 +320,9 @@ class ModelEngine:
             watch: called with the index of each micro-batch except the last, after its backward pass, when gradients
                 are not yet synchronized and are scaled by `mesh.gradient_size` and `loss_scale`.
         """
-        self.world.at_stage("forward and backward passes")
+        self.world.watch.at_stage("forward and backward passes")
         result = self._accumulate(micro_batches, self.scale(denominator), watch)
-        self.world.at_stage("after its backward passes")
+        self.world.watch.at_stage("after its backward passes")
         self._scaler.unscale(self.gradients().values())
         return result
 
@@ -157,7 +335,7 @@ class ModelEngine:
         with keeping_copies(self.world.device), self.autocast():
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
-                self.world.at_stage(f"forward pass of micro-batch {index + 1}")
+                self.world.watch.at_stage(f"forward pass of micro-batch {index + 1}")
                 moved = self._moved(batch)
                 if is_last and self.mesh.gradient_size > 1:
                     # Autograd computes the gradients of older copies last: DDP could send none during the pass.
@@ -166,7 +344,7 @@ class ModelEngine:
                     began = self.clock.mark()
                     loss = self._call(moved)
                     middle = self.clock.mark()
-                    self.world.at_stage(f"backward pass of micro-batch {index + 1}")
+                    self.world.watch.at_stage(f"backward pass of micro-batch {index + 1}")
                     with torch.autocast(device, enabled=False):
                         (loss * scale).backward()
                     forward.append((began, middle))
@@ -241,7 +419,7 @@ class ModelEngine:
         Args:
             learning_rate: learning rate of the step; multiplied by a parameter group's `lr_scale` if it has one.
         """
-        self.world.at_stage("optimizer step")
+        self.world.watch.at_stage("optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         self.optimizer.step()
@@ -258,7 +436,7 @@ class ModelEngine:
         elif gradients:
             # Gradients are views of DDP's buckets: if they were None, the next micro-batch would allocate them anew.
             torch._foreach_zero_(gradients)
-        self.world.at_stage("after the optimizer step")
+        self.world.watch.at_stage("after the optimizer step")
 
     def state(self) -> State:
         """This rank's tensors, not copied; shards are `DTensor`s.

@@ -81,7 +81,30 @@ def is_lost_rank_error(error: BaseException) -> bool:
     return backends and bool(_LOST.search(str(error)))
 
 
-class Watch:
+class Alone:
+    """How far a rank is in its run; of a run of one process this is all.
+
+    Attributes:
+        place: number of the step, number of the step's stage, the stage in words.
+    """
+
+    place: tuple[int, int, str] = (0, 0, "")
+
+    def at_step(self, step: int) -> None:
+        """Record that this rank begins a step."""
+        self.place = step, 0, "reading its packs"
+
+    def at_stage(self, stage: str) -> None:
+        """Record that this rank begins the next stage of its step; all ranks have the same stages."""
+        step, number, _ = self.place
+        self.place = step, number + 1, stage
+
+    def report(self, error: BaseException, one_line: bool | None = None) -> BaseException:
+        """Report an error of this rank to the other ranks; returns the error to raise."""
+        return error
+
+
+class Watch(Alone):
     """Publishes that this rank runs, and determines which rank does not.
 
     Args:
@@ -89,13 +112,9 @@ class Watch:
         rank, size: of this process, and the number of processes.
         timeout_seconds: how long a collective waits for a missing rank.
         blocks: whether a collective that lacks a rank blocks instead of raising an error: under nccl.
-
-    Attributes:
-        place: how far this rank is in the run: number of the step, number of the step's stage, the stage in words.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, blocks: bool) -> None:
-        self.place = 0, 0, ""
         self._store, self._rank, self._size = store, rank, size
         self._timeout_seconds, self._blocks = timeout_seconds, blocks
         self._interval, self._grace = (
@@ -114,14 +133,14 @@ class Watch:
         """End the heartbeat."""
         self._ended.set()
 
-    def report(self, error: BaseException, one_line: bool) -> BaseException:
+    def report(self, error: BaseException, one_line: bool | None = None) -> BaseException:
         """Report an error of this rank to the store, and print it unless another rank prints the same message.
 
         Waits for the reports of other ranks, up to 8 seconds. An error that was reported before is returned.
 
         Args:
             error: of this rank.
-            one_line: whether to print its message only, without a traceback.
+            one_line: whether to print its message only, without a traceback; None = of `ValueError` and `OSError`.
 
         Returns:
             The error; `LostRank` in its place if it only says that another rank is missing.
@@ -129,9 +148,9 @@ class Watch:
         if is_reported(error):
             return error
         self._failures += 1
-        with (
-            _without_sigterm()
-        ):  # the launcher sends it to the ranks that are left, which have a line to print
+        if one_line is None:
+            one_line = isinstance(error, (ValueError, OSError))
+        with _without_sigterm():  # the launcher sends it to ranks that are left, which have a line to print
             found, is_printed = self._examine(error)
             if not is_printed and isinstance(found, Exception):
                 print_error(found, one_line or found is not error)

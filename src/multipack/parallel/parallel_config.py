@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
+from multipack.ranges import Amount, Count, Positive, Range, check_ranges
 from multipack.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -61,19 +62,19 @@ class ParallelConfig:
 
     data: Data = "ddp"
     """What data-parallel ranks divide: nothing, optimizer state, also gradients, also parameters, or all in groups."""
-    replicate: int = 0
+    replicate: Count = 0
     """Groups of data-parallel ranks that hold the same shards, for parallel.data=hsdp; 0 = 2."""
-    tensor: int = 1
+    tensor: Positive = 1
     """Ranks that divide every matrix and the vocabulary; neighbors, best within one host."""
-    context: int = 1
+    context: Positive = 1
     """Ranks that divide the tokens of every pack."""
     context_method: ContextMethod = "auto"
     """planned: documents on as many ranks as their cost asks for; ulysses: heads for tokens; auto: the cheaper one."""
-    context_slack: float = 0.0
+    context_slack: Annotated[float, Range(0, most=1)] = 0.0
     """Share of slots that a context rank may have beyond equal parts of a pack (planned); 0 = equally many, always."""
-    context_flops_per_byte: float = FLOPS_PER_BYTE
+    context_flops_per_byte: Amount = FLOPS_PER_BYTE
     """FLOPs of a device while it sends a byte to a context rank, which weigh bytes against balance (planned)."""
-    pipeline: int = 1
+    pipeline: Positive = 1
     """Ranks that divide the layers."""
     schedule: Schedule = "1f1b"
     """Order in which a pipeline's micro-batches run."""
@@ -81,27 +82,18 @@ class ParallelConfig:
     """cpu: parameters, gradients and optimizer state in host memory (with zero2, zero3, hsdp); disk: state in files."""
     offload_folder: str = ""
     """Folder on a local drive for offload=disk: optimizer state and, with zero3 and hsdp, shards of parameters."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, Range(above=0)] = 600.0
     """Seconds that a collective waits for a missing rank before it raises."""
 
     def __post_init__(self) -> None:
         """Check settings and combinations that do not depend on the number of ranks."""
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
-        if not 0 <= self.context_slack <= 1 or self.context_flops_per_byte < 0:
-            raise ValueError(
-                f"parallel.context_slack={self.context_slack:g} must be in [0, 1], and"
-                f" parallel.context_flops_per_byte={self.context_flops_per_byte:g} at least 0"
-            )
+        check_ranges(self, "parallel.")
         if self.context_slack and (self.context_method == "ulysses" or self.pipeline > 1):
             other = "context_method=ulysses" if self.pipeline == 1 else f"pipeline={self.pipeline}"
             raise ValueError(
                 f"parallel.context_slack={self.context_slack:g} gives context ranks unequal numbers of slots, and"
                 f" parallel.{other} needs equal ones: use parallel.context_slack=0"
             )
-        for name, least in {"tensor": 1, "context": 1, "pipeline": 1, "replicate": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"parallel.{name} must be at least {least}, got {getattr(self, name)}")
         if self.replicate and self.data != "hsdp":
             raise ValueError(
                 f"parallel.replicate={self.replicate} is the number of groups of parallel.data=hsdp, and"
@@ -289,19 +281,6 @@ class ParallelConfig:
         )
         if problem := next(problems, ""):
             raise ValueError(problem)
-
-    def check_context(self, attention: str, fixed_shape: str) -> None:
-        """Check context parallelism against `model.attention` and `train.fixed_shape`; a ValueError names both."""
-        if self.context > 1 and self.context_method == "planned" and attention != "auto":
-            raise ValueError(
-                f"model.attention={attention}: parallel.context_method=planned has its own kernels; use"
-                " model.attention=auto, or parallel.context_method=ulysses"
-            )
-        if self.context_slack and fixed_shape == "true":
-            raise ValueError(
-                f"parallel.context_slack={self.context_slack:g} gives context ranks unequal numbers of slots: use"
-                " train.fixed_shape=false, or parallel.context_slack=0"
-            )
 
     def _undivided(self, shape: ModelShape, world_size: int, resumed: bool) -> Iterator[str]:
         """Problems of axes that divide heads, matrices and the vocabulary of a model."""

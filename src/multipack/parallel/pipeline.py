@@ -31,7 +31,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,11 @@ from torch.distributed.pipelining import (
 
 from multipack.ops.autocast import keeping_copies
 from multipack.parallel.collectives import gather_bytes
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import Schedule
 from multipack.parallel.stages import stages_of_rank
 from multipack.parallel.state import local
-from multipack.parallel.step_result import DeviceClock, StepResult
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -200,6 +199,17 @@ def _shared_parameters(
     return {name: held for name, held in holders.items() if name in names and len(held) > 1}
 
 
+class Pass(NamedTuple):
+    """A pass of a step: its stage, its micro-batch, and when it began and ended, without the wait for its input."""
+
+    stage: int
+    micro_batch: int
+    """−1 = the reduction of gradients, once a step."""
+    kind: Literal["forward", "backward", "reduce"]
+    began: Any
+    ended: Any
+
+
 class ScheduleRunner:
     """A schedule over this rank's stages, for one number and one size of micro-batches.
 
@@ -214,8 +224,7 @@ class ScheduleRunner:
         trains: whether there are backward passes.
 
     Attributes:
-        passes: (stage, micro-batch, kind, began, ended) of each pass of the last step, in order; times exclude the wait
-            for input. A kind is "forward", "backward", or "reduce" (of gradients, with micro-batch −1).
+        passes: those of the last step, in order.
     """
 
     def __init__(
@@ -233,7 +242,7 @@ class ScheduleRunner:
         self.hidden, self.count, self.device, self.clock = hidden, micro_batches, device, clock
         self.batches: list[Any] = []
         self.losses: dict[int, Tensor] = {}
-        self.passes: list[tuple[int, int, str, Any, Any]] = []
+        self.passes: list[Pass] = []
         self.autocast: Autocast = nullcontext
         self.scale = 1.0
         total = dist.get_world_size(group) * len(stages)
@@ -271,13 +280,15 @@ class ScheduleRunner:
         none = torch.zeros((), device=self.device)
         return torch.stack([self.losses.get(number, none) for number in range(self.count)])
 
-    def record(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
+    def record(
+        self, stage: int, micro_batch: int, kind: Literal["forward", "backward", "reduce"], began: Any
+    ) -> None:
         """Record a pass that has just ended."""
-        self.passes.append((stage, micro_batch, kind, began, self.clock.mark()))
+        self.passes.append(Pass(stage, micro_batch, kind, began, self.clock.mark()))
 
     def marks(self, *kinds: str) -> list[tuple[Any, Any]]:
         """(began, ended) of the last step's passes of these kinds."""
-        return [(began, ended) for *_, kind, began, ended in self.passes if kind in kinds]
+        return [(each.began, each.ended) for each in self.passes if each.kind in kinds]
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return (loss * self.scale).sum()

@@ -15,12 +15,12 @@ rounds, and finish them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch, PackedTree
@@ -30,11 +30,8 @@ from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.parallel.collectives import scatter_bytes
 from multipack.parallel.mesh import Mesh
 
-ALIGNMENT = 8
-"""Bytes to whose multiple every tensor begins in a message: those of the widest dtype."""
-_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
-"""Dtypes of a batch's tensors."""
+FIELDS = "fields"
+"""Name of the tensor of bytes with what is no tensor of a batch, as JSON."""
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
@@ -134,48 +131,34 @@ class ScatteredLoader(PackedLoader):
 
 
 def _to_bytes(packed: PackedBatch | Exception) -> bytes:
-    """The length of a JSON header in 8 bytes, the header, and the tensors of a batch; of an error only the header."""
-    header: dict[str, Any] = {}
-    tensors: list[Tensor] = []
+    """A batch in the format of safetensors: its tensors, and `FIELDS` with all other values; of an error only these."""
+    values: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     if isinstance(packed, Exception):
-        header["error"] = [isinstance(packed, ValueError), str(packed)]
+        values["error"] = [isinstance(packed, ValueError), str(packed)]
     else:
-        values = dict(vars(packed))
+        found = dict(vars(packed))
         if packed.tree is not None:
-            values |= {f"tree.{name}": value for name, value in vars(packed.tree).items()} | {"tree": None}
-        tensors = [value.contiguous() for value in values.values() if isinstance(value, Tensor)]
-        header["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        header["shapes"] = [list(tensor.shape) for tensor in tensors]
-        header["fields"] = {
-            name: None if isinstance(value, Tensor) else [value] for name, value in values.items()
-        }
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
-    contents = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
-    aligned = [content.ljust(-(-len(content) // ALIGNMENT) * ALIGNMENT, b"\0") for content in contents]
-    return b"".join([len(text).to_bytes(ALIGNMENT, "little"), text, *aligned])
+            found |= {f"tree.{name}": value for name, value in vars(found.pop("tree")).items()}
+        for name, value in found.items():
+            group = tensors if isinstance(value, Tensor) else values
+            group[name] = value.clone() if isinstance(value, Tensor) else value
+    text = bytearray(json.dumps(values).encode())
+    return save(tensors | {FIELDS: torch.frombuffer(text, dtype=torch.uint8)})
 
 
 def _from_bytes(content: Tensor) -> PackedBatch:
-    """The batch of `_to_bytes`, whose tensors are views of `content`; raises the error, if it is one."""
-    at = ALIGNMENT + int.from_bytes(content[:ALIGNMENT].numpy().tobytes(), "little")
-    header = json.loads(content[ALIGNMENT:at].numpy().tobytes())
-    if "error" in header:
-        is_value_error, message = header["error"]
+    """The batch of `_to_bytes`; raises the error, if it is one."""
+    tensors = load(content.numpy().tobytes())
+    values = json.loads(tensors.pop(FIELDS).numpy().tobytes())
+    if "error" in values:
+        is_value_error, message = values["error"]
         raise (ValueError if is_value_error else RuntimeError)(message)
-    tensors = []
-    for name, shape in zip(header["dtypes"], header["shapes"], strict=True):
-        dtype = DTYPES[name]
-        size = math.prod(shape) * dtype.itemsize
-        tensors.append(content[at : at + size].view(dtype).reshape(shape))
-        at += -(-size // ALIGNMENT) * ALIGNMENT
-    following = iter(tensors)
     fields: dict[str, Any] = {}
     tree: dict[str, Any] = {}
-    for name, value in header["fields"].items():
-        plain = next(following) if value is None else value[0]
+    for name, value in (values | tensors).items():
         group = tree if name.startswith("tree.") else fields
-        group[name.removeprefix("tree.")] = tuple(plain) if isinstance(plain, list) else plain
+        group[name.removeprefix("tree.")] = tuple(value) if isinstance(value, list) else value
     if tree:
         fields["tree"] = PackedTree(**tree)
     return (PreferenceBatch if "item_weights" in fields else PackedBatch)(**fields)

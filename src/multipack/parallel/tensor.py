@@ -34,7 +34,7 @@ partial sums instead, and its collectives follow from dispatch; here they can be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
@@ -89,6 +89,25 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
             module.register_forward_pre_hook(lambda _, inputs: (_all_tokens(inputs[0], group), *inputs[1:]))
     for name, loss in losses.items():
         setattr(model, name, loss)
+
+
+def pieces(
+    model: nn.Module, plan: Mapping[str, str], ranks: int
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, tuple[int, ...]]]:
+    """The parameters of a model that `divide_tensors` would divide among this number of ranks; nothing is divided.
+
+    Yields:
+        Name of a module, the module, the name of its own parameter, the parameter, and the shape of a rank's piece.
+    """
+    for name, module in model.named_modules():
+        is_divided = ranks > 1 and _kind_of(name, plan) is not None
+        divided_type = _divided_type(name, module, plan, ranks) if is_divided else None
+        for own, parameter in module.named_parameters(recurse=False):
+            size = list(parameter.shape)
+            placement = None if divided_type is None else _placement(divided_type, own)
+            if isinstance(placement, Shard):
+                size[placement.dim] //= ranks
+            yield name, module, own, parameter, tuple(size)
 
 
 class _TensorParallel(nn.Module):
@@ -294,15 +313,19 @@ def _divided_type(
     return None
 
 
+def _placement(divided_type: type[_TensorParallel], own: str) -> Shard | Replicate:
+    """How ranks divide a module's parameter. The parts of a quantized matrix divide like it; its steps stay whole."""
+    if own == "weight_steps":
+        return Replicate()
+    return divided_type.placements["weight" if own in PARTS else own]
+
+
 @torch.no_grad()
 def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], mesh: DeviceMesh) -> None:
     """Replace a module's parameters by this rank's pieces, and its class by `divided_type`."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for own, parameter in list(module.named_parameters(recurse=False)):
-        # The parts of a quantized matrix divide like the matrix; its steps are whole on every rank.
-        placement = divided_type.placements["weight" if own in PARTS else own]
-        if own == "weight_steps":
-            placement = Replicate()
+        placement = _placement(divided_type, own)
         piece = parameter.detach()
         if isinstance(placement, Shard):
             size = parameter.shape[placement.dim]

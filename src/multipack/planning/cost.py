@@ -21,35 +21,22 @@ Variants change one term each:
     recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
     adapters             frozen matrices 4 instead of 6: no gradients of theirs; matrices of adapters 6
-    constant             per document (measured models: kernel launches)
+    constant             per document, such as kernel launches
 
 Documents that share their beginning compute it once. A node of l tokens behind p others costs L*·l + l(2p + l + 1).
 `AttentionPairs` has the second term of items of such documents.
 
 All costs are integers, so that plans are the same on every platform.
-
-**Measured costs.** FLOPs are not time: attention runs at a lower share of the peak than matrix products, short
-documents waste parts of tiles, and every document costs a few launches. `CostModel.fit` finds the coefficients of
-
-    t = t₀ + α·Σ l + β·Σ l(l+1) + γ·documents
-
-by non-negative least squares (Lawson and Hanson 1974, ch. 23). Plans compare documents, so t₀, which every micro-batch
-pays, is not part of the cost.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from multipack.atomic import read_file, write_atomically
 from multipack.planning.attention_pairs import AttentionPairs, windowed_pairs
 from multipack.planning.lengths import Integers, check_integer, check_lengths
 from multipack.planning.matrix_flops import matrix_flops
@@ -65,41 +52,6 @@ FLOPS_PER_BYTE = 1333.0
 WEIGHTS = ("linear", "quadratic", "sliding", "constant")
 """Integer weights of the cost, in the order of its formula."""
 
-FINEST = 1 << 10
-"""Cost of a token where attention is free: a document's constant is rounded to 1,024ths of a token's time."""
-
-LARGEST_RATIO = 1 << 28
-"""Attention is taken to be free if it takes as long as all other operations only above this number of tokens."""
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Measured time of a micro-batch's forward and backward pass, in seconds."""
-
-    micro_batch: float  # t₀, independent of its documents
-    token: float  # α, per token
-    pair: float  # β, per l(l+1), which counts each query-key pair twice
-    document: float  # γ, per document
-    # root mean square of measured minus predicted, divided by the mean of the measured times
-    error: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check values that may come from a file."""
-        for name, value in asdict(self).items():
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ValueError(f"measured seconds must be finite and not negative; {name} is {value!r}")
-
-    def weights(self) -> tuple[int, int, int]:
-        """(linear, quadratic, constant) integer weights in the proportions of the seconds.
-
-        In units of β; of α / 1,024 if attention takes negligible time; of γ if nothing else takes time.
-        """
-        if self.pair > 0 and max(self.token, self.document / FINEST) <= self.pair * LARGEST_RATIO:
-            return round(self.token / self.pair), 1, round(self.document / self.pair)
-        if self.token > 0 and self.document <= self.token * LARGEST_RATIO:
-            return FINEST, 0, round(self.document / self.token * FINEST)
-        return 0, 0, 1
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -111,14 +63,13 @@ class CostModel:
     Two models with the same costs are equal and give equal plans.
 
     Attributes:
-        shape: the decoder whose FLOPs are counted; None = unknown (a fitted model).
+        shape: the decoder whose FLOPs are counted; None = unknown.
         linear: L* in tokens, rounded, if `quadratic` is 1.
         quadratic: weight of l(l+1): 1, or the share of layers without a window.
         sliding: weight of the pairs inside the window: the share of layers with a window.
         window: tokens that these layers see; 0 = no layer has a window.
         constant: cost per document.
         recompute: what the backward pass recomputes.
-        timed: measured seconds of a fitted model.
         adapter: what is trained, for FLOPs; None = all matrices.
     """
 
@@ -129,11 +80,10 @@ class CostModel:
     window: int = 0
     constant: int = 0
     recompute: Recompute = field(default="none", compare=False)
-    timed: Seconds | None = field(default=None, compare=False)
     adapter: AdapterConfig | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Check values that may come from a file, and divide the weights by their greatest common divisor."""
+        """Check the values, and divide the weights by their greatest common divisor."""
         for name in (*WEIGHTS, "window"):
             object.__setattr__(self, name, check_integer(f"cost.{name}", getattr(self, name), 0))
         if self.recompute not in get_args(Recompute):
@@ -181,24 +131,6 @@ class CostModel:
             recompute=recompute,
             adapter=adapter,
         )
-
-    @classmethod
-    def fit(cls, timings: Sequence[tuple[ArrayLike, float]], *, shape: ModelShape | None = None) -> CostModel:
-        """The cost model of measured times: linear = α/β, quadratic = 1 and constant = γ/β, rounded.
-
-        A fitted model has no sliding window: all pairs cost the same.
-
-        Args:
-            timings: (lengths of the documents of one micro-batch, its seconds), at least four that differ in tokens, in
-                squares of lengths and in documents; about twenty are recommended.
-            shape: the decoder that was timed, for `flops`.
-
-        Raises:
-            ValueError: timings are too few or degenerate; the message says what to time.
-        """
-        measured = _fit_seconds([(check_lengths(lengths), seconds) for lengths, seconds in timings])
-        linear, quadratic, constant = measured.weights()
-        return cls(shape, linear, quadratic, constant=constant, timed=measured)
 
     def cost(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> Integers:
         """(items,) int64 cost of each item; a longer document costs no less than a shorter one.
@@ -263,59 +195,18 @@ class CostModel:
             executed: count what the device executes, with recomputation; otherwise model FLOPs, for MFU.
 
         Raises:
-            ValueError: lengths are invalid, or the model was fitted without a shape.
+            ValueError: lengths are invalid, or the model has no shape.
         """
         checked, shape, recompute = check_lengths(lengths), self.shape, self.recompute if executed else "none"
         if shape is None:
             raise ValueError(
-                "this cost model was fitted without a shape, so its FLOPs are not known: use fit(…, shape=…)"
+                "this cost model has no shape, so its FLOPs are not known: use CostModel.from_shape"
             )
         matrices = matrix_flops(shape, recompute, self.adapter) * int(checked.sum())
         each = attention or AttentionPairs.of(checked, window=shape.window)
         pairs = (shape.layers - shape.sliding_layers) * int(each.pairs.sum())
         pairs += shape.sliding_layers * int(each.windowed.sum())
         return float(matrices + _pair_flops(shape, recompute) * pairs)
-
-    def seconds(self, lengths: ArrayLike, attention: AttentionPairs | None = None) -> float:
-        """Predicted seconds of one micro-batch of these items, forward and backward; arguments as in `cost`.
-
-        Raises:
-            ValueError: lengths are invalid, or the model was not fitted to measured times.
-        """
-        if self.timed is None:
-            raise ValueError("this cost model counts FLOPs and knows no seconds: make one with CostModel.fit")
-        coefficients = (self.timed.micro_batch, self.timed.token, self.timed.pair, self.timed.document)
-        return float(np.dot(coefficients, _terms(check_lengths(lengths), attention)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        shape, timed = self.shape and self.shape.to_dict(), self.timed and asdict(self.timed)
-        return plain | {"shape": shape, "timed": timed, "adapter": self.adapter and asdict(self.adapter)}
-
-    def save(self, path: str | Path) -> None:
-        """Write the model as JSON, atomically."""
-        write_atomically(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
-
-    @classmethod
-    def load(cls, path: str | Path) -> CostModel:
-        """Read a model that `save` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file does not hold a cost model.
-        """
-        try:
-            values = json.loads(read_file(Path(path)))
-            shape, timed, adapter = values["shape"], values["timed"], values.get("adapter")
-            made = {
-                "shape": shape and ModelShape(**shape),
-                "timed": timed and Seconds(**timed),
-                "adapter": adapter and AdapterConfig(**adapter),
-            }
-            return cls(**{**values, **made})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a saved cost model: {error}") from None
 
 
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
@@ -327,48 +218,3 @@ def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
     key, value = shape.head_width, shape.value_head_width
     products = {"none": 3 * (key + value), "flash": 4 * key + 3 * value, "full": 5 * key + 4 * value}
     return shape.heads * products[recompute]
-
-
-def _terms(lengths: Integers, attention: AttentionPairs | None = None) -> tuple[float, float, float, float]:
-    """The factors of the coefficients in `Seconds`: 1, Σ l, Σ l(l+1), number of documents."""
-    exact = lengths.astype(np.float64)
-    if attention is not None:
-        return 1.0, float(exact.sum()), float(attention.pairs.sum()), float(attention.documents.sum())
-    return 1.0, float(exact.sum()), float((exact * (exact + 1)).sum()), float(len(exact))
-
-
-def _fit_seconds(timings: Sequence[tuple[Integers, float]]) -> Seconds:
-    """Fit non-negative coefficients to measured times by least squares.
-
-    Columns are first scaled to a maximum of 1, because there may be 10^9 pairs and 10 documents.
-
-    Raises:
-        ValueError: there are fewer than four timings, seconds are not positive, or tokens, pairs and documents are
-            collinear.
-    """
-    from scipy.optimize import nnls  # takes half a second to import
-
-    if len(timings) < 4:
-        raise ValueError(
-            f"a fit needs at least 4 timings, got {len(timings)}; time about 20 different micro-batches"
-        )
-    seconds = np.array([float(time) for _, time in timings])
-    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-        raise ValueError(f"timings must be positive seconds, got {seconds.tolist()}")
-    rows = np.array([_terms(lengths) for lengths, _ in timings])
-    largest = rows.max(axis=0)
-    scaled = rows / largest
-    if np.linalg.matrix_rank(scaled, tol=1e-6 * math.sqrt(len(rows))) < rows.shape[1]:
-        raise ValueError(
-            f"these {len(timings)} timings cannot tell a constant, tokens, squares of lengths, documents apart: time"
-            " micro-batches of different numbers of tokens, some of one long document and some of many short ones"
-        )
-    solution, residual = nnls(scaled, seconds / seconds.max())
-    solution[solution < 1e-10] = 0.0  # rounding errors
-    if not solution[1:].any():
-        raise ValueError(
-            "the measured seconds do not grow with tokens, squares or documents: time larger micro-batches"
-        )
-    coefficients = solution * seconds.max() / largest
-    error = float(residual) * seconds.max() / math.sqrt(len(seconds)) / seconds.mean()
-    return Seconds(*(float(value) for value in (*coefficients, error)))

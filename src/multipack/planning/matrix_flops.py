@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.shapes.families import LLAMA
 
 MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
 """FLOPs per matrix element and token, forward and backward; 2 of them are the gradient of the matrix."""
-_FOREIGN = {
-    **{f"attention.{ours}": f"self_attn.{ours[0]}_proj" for ours in ("query", "key", "value", "output")},
-    **{f"feed_forward.{ours}": f"mlp.{ours}_proj" for ours in ("gate", "up", "down")},
-}
+_FOREIGN = {ours: theirs for theirs, (ours,) in LLAMA.inner.items()}
 """Name of a matrix in a block → in most models of transformers."""
 
 

@@ -40,7 +40,7 @@ class PlanOptions:
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
-    RETIRED: ClassVar[tuple[str, ...]] = ("effort",)
+    RETIRED: ClassVar[tuple[str, ...]] = ("effort", "cost")
     """Settings that saved runs may have and that are gone."""
 
     capacity: int = 2048
@@ -59,8 +59,6 @@ class PlanOptions:
     """`keep` every document; `drop` (and name) what fills no step, or `carry` it into the next epoch."""
     balance: Balance = "cost"
     """What is equalized between packs: model `cost`, tokens and their squares (`joint`), or `tokens`."""
-    cost: str = "flops"
-    """What documents cost: the model's `flops`, or times in a FILE.json of `multipack calibrate`."""
     max_documents: int = 0
     """Maximum documents of a pack; 0 = no limit."""
     group: bool = True
@@ -85,10 +83,6 @@ class PlanOptions:
             )
         for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
             check_choice(f"plan.{name}", getattr(self, name), choices)
-        if self.cost != "flops" and not str(self.cost).endswith(".json"):
-            raise ValueError(
-                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`"
-            )
         if self.align > self.capacity:
             raise ValueError(
                 f"plan.align={self.align} exceeds plan.capacity={self.capacity}: a document of one token would not fit;"
@@ -108,7 +102,7 @@ class PlanOptions:
             TypeError: an unknown name; without `options`, no capacity or no packs_per_step.
             ValueError: a value that is not allowed; `micro_batches` while the number of ranks is unknown.
         """
-        known = [field.name for field in fields(cls) if field.name != "cost"]
+        known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.attention_pairs import AttentionOf, each_alone
-from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths
 from multipack.planning.options import Sync
@@ -100,8 +98,6 @@ class PlanReport:
     """See the function `mean_length_spread`."""
     kappa: float
     """See the function `kappa`."""
-    step_seconds: float | None
-    """Predicted mean seconds of a step's forward and backward passes; None if the cost model has no times."""
     seconds: float
     """Time that planning the epoch took, in seconds."""
 
@@ -171,7 +167,7 @@ def _of_ranks(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, 
     """The fields of a report that depend on the assignment to ranks, measured over these steps."""
     slots, costs = made.slots, made.costs(np.arange(len(made.slots)))
     rows: list[tuple[Integers, ...]] = []
-    micro_batches, least, seconds = made.micro_batches(ranks), 0, 0.0
+    micro_batches, least = made.micro_batches(ranks), 0
     for step in steps.tolist():
         dealt = made.deal(step, ranks, sync)
         rows.append(
@@ -179,7 +175,6 @@ def _of_ranks(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, 
         )
         inside = dealt.order
         least += least_step_cost(slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
-        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync, made.items.attention) or 0.0
     tokens, cost, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
     reached, ceiling = utilization(cost), min(1.0, int(cost.sum()) / (ranks * least))
     imbalance = cost.max(axis=1) * ranks / cost.sum(axis=1).clip(1)
@@ -192,35 +187,7 @@ def _of_ranks(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, 
         "imbalance_max": float(imbalance.clip(1).max()),
         "l2_lag_mean": math.sqrt(spread(squares).mean()),
         "l2_lag_max": math.sqrt(spread(squares).max()),
-        "step_seconds": None if made.cost_model.timed is None else seconds / len(steps),
     }
-
-
-def predicted_seconds(
-    cost_model: CostModel,
-    slots: Integers,
-    dealt: Packs,
-    ranks: int,
-    sync: Sync,
-    attention: AttentionOf = each_alone,
-) -> float | None:
-    """Predicted seconds of a step's forward and backward passes, with ranks that wait at each sync point.
-
-    Args:
-        cost_model: a model fitted to measured times; without times the result is None.
-        slots: (all items,) slots of each item.
-        dealt: the step's packs for all ranks.
-        ranks: number of data-parallel ranks.
-        sync: where ranks wait for each other.
-        attention: items → their attention, as in `CostModel.cost`.
-    """
-    if cost_model.timed is None:
-        return None
-    each = np.zeros(len(dealt))
-    for number, pack in enumerate(dealt):
-        if len(pack):
-            each[number] = cost_model.seconds(slots[pack], attention(pack))
-    return float(rank_loads(each, ranks, sync).max(axis=1).sum())
 
 
 def kappa(lengths: Integers, costs: Integers) -> float:

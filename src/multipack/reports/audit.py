@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from multipack.atomic import read_file
 from multipack.checksums import begins_with
+from multipack.reports.recorded import integers, whole
 from multipack.reports.run_data import Lines
 from multipack.run import STATE, RunDirectory, find_run
 
@@ -79,6 +80,37 @@ class _EpochRecords:
     is_last: bool = True
 
 
+@dataclass
+class _PlanRecord:
+    """What the first step of an epoch says of its plan.
+
+    Attributes:
+        documents, steps: their numbers; None where unknown.
+        carried_in, carried, dropped: documents; empty where unknown.
+        is_damaged: whether a value is missing, or none of its kind.
+    """
+
+    documents: int | None
+    steps: int | None
+    carried_in: Integers
+    carried: Integers
+    dropped: Integers
+    is_damaged: bool
+
+    @classmethod
+    def of(cls, record: dict[str, Any] | None) -> _PlanRecord:
+        """Read a record; None = there is none."""
+        values = record or {}
+        documents, steps = (whole(values.get(name)) for name in ("documents", "steps"))
+        lists = [integers(values.get(name)) for name in ("carried_in", "carried", "dropped")]
+        is_damaged = record is not None and any(each is None for each in (documents, steps, *lists))
+        if is_damaged:
+            documents = steps = None
+        nothing = np.empty(0, dtype=np.int64)
+        carried_in, carried, dropped = (nothing if each is None else each for each in lists)
+        return cls(documents, steps, carried_in, carried, dropped, is_damaged)
+
+
 def audit(path: str | Path) -> Audit:
     """Account for every document of a run.
 
@@ -98,7 +130,7 @@ def audit(path: str | Path) -> Audit:
     positions: dict[int, tuple[int, int]] = {}
     carried: Integers | None = None
     history = [event for _, event in Lines(run.history).new()]
-    starts = [_whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
+    starts = [whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
     for epoch in _epochs(lines, min(starts, default=0) + 1, found, counts, positions):
         carried = _close(epoch, carried, _end_of_stream(history), found)
     if lines.torn:
@@ -121,8 +153,8 @@ def _epochs(
     epoch: _EpochRecords | None = None
     before: int | None = None
     for number, record in lines.new():
-        documents = _integers(record.get("documents"))
-        step, at, index = (_whole(record.get(name)) for name in ("step", "epoch", "index"))
+        documents = integers(record.get("documents"))
+        step, at, index = (whole(record.get(name)) for name in ("step", "epoch", "index"))
         if documents is None or step is None or at is None or index is None:
             found.problems.append(f"documents.jsonl: line {number} is no record of a step")
             continue
@@ -168,51 +200,35 @@ def _close(
 
     `stream` is what a stream left over, and the number of its documents, if it has ended.
     """
-    plan = epoch.plan or {}
-    total, planned = _whole(plan.get("documents")), _whole(plan.get("steps"))
-    lists = {name: _integers(plan.get(name)) for name in ("carried_in", "carried", "dropped")}
-    if epoch.plan is not None and (
-        total is None or planned is None or any(v is None for v in lists.values())
-    ):
-        found.problems.append(f"epoch {epoch.number}: the record of its plan is damaged")
-        total = planned = None
-    nothing = np.empty(0, dtype=np.int64)
-    carried_in, carries, drops = (nothing if each is None else each for each in lists.values())
-    trained = np.concatenate(epoch.documents)
-    is_complete, name = planned is not None and epoch.next_index == planned, f"epoch {epoch.number}"
-    if planned is not None and not is_complete and not epoch.is_last:
+    name, plan, trained = f"epoch {epoch.number}", _PlanRecord.of(epoch.plan), np.concatenate(epoch.documents)
+    if plan.is_damaged:
+        found.problems.append(f"{name}: the record of its plan is damaged")
+    is_complete = plan.steps is not None and epoch.next_index == plan.steps
+    if plan.steps is not None and not is_complete and not epoch.is_last:
         found.problems.append(
-            f"{name}: another epoch follows after {epoch.next_index:,} of its {planned:,} steps"
+            f"{name}: another epoch follows after {epoch.next_index:,} of its {plan.steps:,} steps"
         )
         is_complete = True  # no step of it will follow
     if stream is not None and epoch.plan is None and epoch.number == 0:
-        (drops, total), is_complete = stream, True
-    if (
-        carried is not None
-        and epoch.plan is not None
-        and not np.array_equal(np.sort(carried), np.sort(carried_in))
-    ):
+        (plan.dropped, plan.documents), is_complete = stream, True
+    expected = plan.carried_in if carried is None or epoch.plan is None else carried
+    if not np.array_equal(np.sort(expected), np.sort(plan.carried_in)):
         found.problems.append(
-            f"{name}: it begins with {_named(carried_in)} carried in, but the epoch before carried {_named(carried)}"
+            f"{name}: it begins with {_named(plan.carried_in)} carried in, but the epoch before carried"
+            f" {_named(expected)}"
         )
-    whole = np.concatenate([trained, carries, drops])
-    repeated, (lost, lost_count) = _repeated(whole, carried_in), (nothing, 0)
-    if total is not None:
+    everything = np.concatenate([trained, plan.carried, plan.dropped])
+    repeated = _repeated(everything, plan.carried_in)
+    lost, lost_count = repeated[:0], 0
+    if plan.documents is not None:
         if is_complete:
-            lost, lost_count = _missing(whole, carried_in, total)
-        foreign = trained[(trained < 0) | (trained >= total)]
+            lost, lost_count = _missing(everything, plan.carried_in, plan.documents)
+        foreign = trained[(trained < 0) | (trained >= plan.documents)]
         if len(foreign):
-            found.problems.append(f"{name}: {_named(foreign)} trained, and there are {total:,} (from 0)")
-    for document in repeated[:MOST_NAMED].tolist():
-        pairs = zip(epoch.steps, epoch.documents, strict=True)
-        where = [step for step, each in pairs for _ in range(int((each == document).sum()))]
-        also = [word for word, each in (("carried", carries), ("dropped", drops)) if (each == document).any()]
-        places = [*(f"step {step:,}" for step in where), *(f"the {word} documents" for word in also)]
-        found.problems.append(
-            f"{name}: document {document:,} is repeated: it is in {' and in '.join(places)}"
-        )
-    if len(repeated) > MOST_NAMED:
-        found.problems.append(f"{name}: {len(repeated) - MOST_NAMED:,} more documents are repeated")
+            found.problems.append(
+                f"{name}: {_named(foreign)} trained, and there are {plan.documents:,} (from 0)"
+            )
+    found.problems += _repetitions(name, epoch, plan, repeated)
     if lost_count:
         found.problems.append(
             f"{name}: {_named(lost, lost_count)} lost: in no step, not carried, not dropped"
@@ -220,25 +236,37 @@ def _close(
     found.epochs.append(
         EpochAudit(
             epoch=epoch.number,
-            total=total,
+            total=plan.documents,
             steps=len(epoch.steps),
-            planned=planned,
+            planned=plan.steps,
             trained=len(trained),
-            carried_in=len(carried_in),
-            carried=len(carries),
-            dropped=len(drops),
+            carried_in=len(plan.carried_in),
+            carried=len(plan.carried),
+            dropped=len(plan.dropped),
             repeated=len(repeated),
             lost=lost_count,
             is_complete=is_complete,
         )
     )
-    return carries if is_complete else None
+    return plan.carried if is_complete else None
+
+
+def _repetitions(name: str, epoch: _EpochRecords, plan: _PlanRecord, repeated: Integers) -> Iterator[str]:
+    """Where each of the first repeated documents of an epoch is, and how many more there are."""
+    for document in repeated[:MOST_NAMED].tolist():
+        steps = zip(epoch.steps, epoch.documents, strict=True)
+        places = [f"step {step:,}" for step, each in steps for _ in range(int((each == document).sum()))]
+        lists = {"carried": plan.carried, "dropped": plan.dropped}
+        places += [f"the {word} documents" for word, each in lists.items() if (each == document).any()]
+        yield f"{name}: document {document:,} is repeated: it is in {' and in '.join(places)}"
+    if len(repeated) > MOST_NAMED:
+        yield f"{name}: {len(repeated) - MOST_NAMED:,} more documents are repeated"
 
 
 def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
     """What a stream left over, and the number of its documents; None if the history does not end with its end."""
     last = events[-1] if events else {}
-    left, total = _integers(last.get("dropped")), _whole(last.get("documents"))
+    left, total = integers(last.get("dropped")), whole(last.get("documents"))
     return None if left is None or total is None else (left, total)
 
 
@@ -271,7 +299,7 @@ def _compare_metrics(run: RunDirectory, counts: dict[int, int], found: Audit) ->
     metrics = Lines(run.metrics)
     seen, skipped, different = set(), [], []
     for _, record in metrics.new():
-        step = _whole(record.get("step"))
+        step = whole(record.get("step"))
         if step is None or "loss" not in record:
             continue
         seen.add(step)
@@ -302,11 +330,11 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
     for folder in run.complete_checkpoints():
         try:
             state = json.loads(read_file(folder / STATE))
-            step, data, marks = _whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
-            done = _whole(
+            step, data, marks = whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
+            done = whole(
                 data["step"] + data.get("taken", 0)
             )  # of a stream: steps of windows, and of this window
-            place = _whole(data.get("epoch", 0)), done
+            place = whole(data.get("epoch", 0)), done
             mark, metrics = marks.get("documents"), marks["metrics"]
             agrees = mark is None or _begins_with(run.documents, mark)
             is_cut_off = not agrees and not _begins_with(run.metrics, metrics)
@@ -340,20 +368,8 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
 
 def _begins_with(path: Path, mark: dict[str, Any]) -> bool:
     """Whether a file begins with the bytes of a mark."""
-    size = _whole(mark.get("bytes"))
+    size = whole(mark.get("bytes"))
     return size is not None and begins_with(path, size, str(mark.get("sha256")))
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number from 0 of data that may be anything; None if it is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
-
-
-def _integers(value: Any) -> Integers | None:
-    """A list of whole numbers as an array; None if it is none."""
-    if not isinstance(value, list) or any(_whole(each) is None for each in value):
-        return None
-    return np.array(value, dtype=np.int64)
 
 
 def _named(documents: Integers, count: int | None = None) -> str:

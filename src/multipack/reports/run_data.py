@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.atomic import open_file, read_file
+from multipack.reports.recorded import finite, is_number, pairs, whole
 from multipack.run import COMPLETE, RunDirectory, find_run
 from multipack.words import flatten, read_yaml
 
@@ -93,14 +94,13 @@ class Columns:
 
     def add(self, record: dict[str, Any]) -> bool:
         """Append a record, unless it has no step. Returns whether it was appended."""
-        if not _is_step(record.get("step")):
+        if whole(record.get("step")) is None:
             return False
         count = len(self)
         for name, value in record.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or (name not in self.values and len(self.values) >= MOST_COLUMNS):
+            if not is_number(value) or (name not in self.values and len(self.values) >= MOST_COLUMNS):
                 continue
-            self.values.setdefault(name, [math.nan] * count).append(_finite(value))
+            self.values.setdefault(name, [math.nan] * count).append(finite(value))
         for column in self.values.values():
             if len(column) == count:
                 column.append(math.nan)
@@ -117,17 +117,6 @@ class Columns:
     def last(self, name: str) -> float:
         """The last value of a metric, NaN if there is none."""
         return next(iter(reversed(self.known(name))), math.nan)
-
-
-def _finite(value: float) -> float:
-    try:
-        return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
-        return math.nan
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 @dataclass
@@ -173,10 +162,7 @@ class RunData:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run: of the last start, or of the configuration; 0 = unknown."""
-        for value in (self.start.get("steps"), self.config.get("train.steps")):
-            if _is_step(value) and value:
-                return int(value)
-        return 0
+        return whole(self.start.get("steps")) or whole(self.config.get("train.steps")) or 0
 
     @property
     def end(self) -> dict[str, Any] | None:
@@ -226,15 +212,15 @@ def communication(found: RunData) -> str:
     traced = next(
         (event["communication"] for event in reversed(found.history) if "communication" in event), None
     )
-    parts: list[Any] = [traced.get(key) for key in ("seconds", "of")] if isinstance(traced, dict) else []
-    if parts and all(isinstance(each, float) for each in parts) and 0 <= parts[0] <= parts[1] < math.inf:
-        share = parts[0] / (parts[1] or 1)
+    spent, of = (
+        finite(traced.get(key)) if isinstance(traced, dict) else math.nan for key in ("seconds", "of")
+    )
+    if 0 <= spent <= of:
+        share = spent / (of or 1)
         texts.append(
             f"Communication that computing did not hide was {share:.1%} of the time of traced steps."
         )
-    rows = found.start.get("run")
-    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
-    parallel = next((str(text)[:200] for name, text in pairs if name == "parallel"), "none")
+    parallel = dict(pairs(found.start.get("run"))).get("parallel", "none")[:200]
     if not texts and not parallel.startswith("none"):
         texts.append(
             f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"

@@ -12,19 +12,17 @@ import multipack
 from multipack.atomic import write_atomically
 from multipack.data.text.skipped import counted
 from multipack.reports.curve import text_curve
+from multipack.reports.recorded import MOST_TEXT, finite, pairs, texts
 from multipack.reports.run_data import Columns, RunData, communication, read_run
+from multipack.reports.summary import Rows
 from multipack.reports.web_page import web_page
 from multipack.run import RunDirectory
 from multipack.untrusted import printable
-
-Rows = list[tuple[str, str]]
 
 MOST_POINTS = 1000
 """Points of a curve on the page; longer runs are shown by means of neighboring steps."""
 MOST_SAMPLES = 60
 """Samples on the page, evenly spaced."""
-MOST_TEXT = 4000
-"""Characters of a text on the page."""
 PARTS = {
     "waiting for data": "data_time",
     "forward": "dtf",
@@ -84,7 +82,7 @@ def run_page(found: Sequence[RunData]) -> bytes:
     own = sorted({name for each in found for name in each.steps.values} - _SHOWN - _HIDDEN)
     single = found[0] if len(found) == 1 else None
     title = f"Run {names[0]}" if single else f"{len(found)} runs"
-    rows = dict(_pairs(single.start.get("run"))) if single else {}
+    rows = dict(pairs(single.start.get("run"))) if single else {}
     labels = {"model": "", "parameters": "parameters: ", "device": ""}
     facts = [f"{label}{rows[name]}" for name, label in labels.items() if name in rows]
     data = {
@@ -136,8 +134,8 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         "sessions": sessions(found),
         "warnings": warnings(found),
         "facts": [
-            *_pairs(found.start.get("run")),
-            *(("note", text) for text in _texts(found.start.get("details"))),
+            *pairs(found.start.get("run")),
+            *(("note", text) for text in texts(found.start.get("details"))),
         ],
     }
 
@@ -161,22 +159,6 @@ def means(values: list[float], width: int, last: bool) -> list[float]:
         return [group[-1] for group in groups]
     known = [[value for value in group if not math.isnan(value)] for group in groups]
     return [fmean(group) if group else math.nan for group in known]
-
-
-def _number(value: Any) -> float:
-    """A finite number of data that may be anything, NaN if it is none."""
-    try:
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        return float(value) if is_number else math.nan
-    except OverflowError:
-        return math.nan
-
-
-def _pairs(value: Any) -> Rows:
-    """(name, text) rows of data that may be anything."""
-    rows = value if isinstance(value, list) else []
-    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
-    return [(str(name)[:80], str(text)[:MOST_TEXT]) for name, text in pairs]
 
 
 def tokens_and_seconds(steps: Columns) -> tuple[float, float]:
@@ -245,7 +227,7 @@ def time_shares(steps: Columns) -> dict[str, float]:
 
 def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     """What padding would have cost: bars of slots and tokens, and sentences."""
-    share, size = _number(found.start.get("padded_share")), _number(found.start.get("padded_batch_size"))
+    share, size = finite(found.start.get("padded_share")), finite(found.start.get("padded_batch_size"))
     tokens, seconds = tokens_and_seconds(found.steps)
     if not (0 < share <= 1 and size >= 1 and tokens):
         return [], []
@@ -258,7 +240,7 @@ def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
         text = f"{name}: {_large(slots)} slots for {_large(tokens)} tokens ({100 * part:.1f} % filled)"
         bars.append({"text": text, "slots": slots, "tokens": tokens})
     measured = next((event["comparison"] for event in reversed(found.history) if "comparison" in event), None)
-    ratio = _number(measured.get("ratio")) if isinstance(measured, dict) else math.nan
+    ratio = finite(measured.get("ratio")) if isinstance(measured, dict) else math.nan
     if ratio > 0:
         return bars, [
             f"Measured in this run: packed steps processed {ratio:.2f} times the tokens per second of padded steps. The"
@@ -275,9 +257,9 @@ def plan_figures(plan: Any) -> Rows:
     """Rows about fill, balance and randomness of a plan's report, as `PlanReport.to_dict` returned it."""
     if not isinstance(plan, dict):
         return []
-    value = {name: _number(each) for name, each in plan.items()}
+    value = {name: finite(each) for name, each in plan.items()}
     shares = value.get("efficiency", 0.0) > 1
-    texts = {
+    forms = {
         "packs": "{packs:,.0f}; proven lower bound {minimum_packs:,.0f}",
         "global steps": "{steps:,.0f}; proven lower bound {minimum_steps:,.0f}",
         "fill": "{efficiency:.2%} " + ("real tokens over slots" if shares else "of the slots hold tokens"),
@@ -286,7 +268,7 @@ def plan_figures(plan: Any) -> Rows:
         "dropped": "{dropped_documents:,.0f} documents",
     }
     rows = []
-    for name, text in texts.items():
+    for name, text in forms.items():
         try:
             shown = text.format(**value)
         except (KeyError, ValueError):  # of another version
@@ -301,10 +283,10 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
     events = []
     for event in found.history:
         text = str(event.get("parallel", "") if event.get("event") == "start" else event.get("reason", ""))
-        if event.get("event") == "start" and not math.isnan(count := _number(event.get("world_size"))):
+        if event.get("event") == "start" and not math.isnan(count := finite(event.get("world_size"))):
             parallel = text.removeprefix("none: one process").removeprefix(", ")
             text = counted(round(count), "processes") + (f", {parallel}" if parallel else "")
-        step = _number(event.get("step"))
+        step = finite(event.get("step"))
         events.append(
             {
                 "event": str(event.get("event"))[:20],
@@ -318,20 +300,15 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
 
 def warnings(found: RunData) -> list[str]:
     """What a reader of the run should know: damage, skipped steps, documents left out, notes of the last start."""
-    texts = [*found.problems, *_texts(found.start.get("left_out")), *_texts(found.start.get("notes"))]
+    lines = [*found.problems, *texts(found.start.get("left_out")), *texts(found.start.get("notes"))]
     if skipped := sum(found.steps.known("skipped")):
-        texts.append(f"{skipped:.0f} steps were skipped: fp16 overflow, or a spike of loss or gradient")
+        lines.append(f"{skipped:.0f} steps were skipped: fp16 overflow, or a spike of loss or gradient")
     done, end = found.steps.last("step"), found.end
     if found.history and end is None and not math.isnan(done):
-        texts.append(f"the last process recorded no end: it is running, or was killed after step {done:,.0f}")
+        lines.append(f"the last process recorded no end: it is running, or was killed after step {done:,.0f}")
     elif end is not None and end.get("reason"):
-        texts.append(f"the last process ended after step {end.get('step')}: {str(end['reason'])[:MOST_TEXT]}")
-    return texts
-
-
-def _texts(value: object) -> list[str]:
-    """A list of texts as it was read from a file; anything else is empty."""
-    return [str(each)[:MOST_TEXT] for each in value] if isinstance(value, list) else []
+        lines.append(f"the last process ended after step {end.get('step')}: {str(end['reason'])[:MOST_TEXT]}")
+    return lines
 
 
 def config_rows(found: Sequence[RunData]) -> list[list[Any]]:
@@ -350,7 +327,7 @@ def differences(found: Sequence[RunData]) -> list[list[str]]:
 def summary_rows(found: RunData) -> Rows:
     """The report of a run as rows of text."""
     shares = ", ".join(f"{part} {share:.1%}" for part, share in time_shares(found.steps).items())
-    facts = dict(_pairs(found.start.get("run")))
+    facts = dict(pairs(found.start.get("run")))
     named = ("model", "parameters", "device", "parallel", "corpus")
     rows: Rows = [(name, facts[name]) for name in named if name in facts]
     rows += key_figures(found) + plan_figures(found.start.get("plan"))

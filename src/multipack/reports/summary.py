@@ -74,7 +74,6 @@ def report_rows(
     """
     full = options.budget in (0, options.capacity)
     bound = "lower bound" if full else "lower bound for full packs"
-    predicted = "per step in forward and backward passes, from measured times"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
@@ -99,7 +98,6 @@ def report_rows(
             "padding instead",
             f"{padded_share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
         ),
-        *([] if report.step_seconds is None else [("predicted", f"{report.step_seconds:.4g} s {predicted}")]),
         (
             "planned in",
             f"{report.seconds:.2f} s" if report.seconds >= 0.1 else f"{1000 * report.seconds:.1f} ms",

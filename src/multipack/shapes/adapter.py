@@ -6,22 +6,21 @@ import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from multipack.ranges import Positive, Range, Share, check_ranges
+from multipack.shapes.families import LLAMA, PHI
 from multipack.shapes.formats import FORMATS, FormatName, FrozenFormat
 from multipack.shapes.shape import ModelShape
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "all-linear": ("blocks",),
-    "q_proj": ("attention.query",),
-    "k_proj": ("attention.key",),
-    "v_proj": ("attention.value",),
-    "qkv_proj": ("attention.query", "attention.key", "attention.value"),
-    "o_proj": ("attention.output",),
-    "gate_proj": ("feed_forward.gate",),
-    "up_proj": ("feed_forward.up",),
-    "gate_up_proj": ("feed_forward.gate", "feed_forward.up"),
-    "down_proj": ("feed_forward.down",),
+    **{
+        theirs.rpartition(".")[2]: ours
+        for tensors in (LLAMA, PHI)
+        for theirs, ours in tensors.inner.items()
+        if theirs.endswith("_proj")
+    },
     "embed_tokens": ("embedding",),
     "lm_head": ("head",),
 }
@@ -41,20 +40,20 @@ class AdapterConfig:
 
     name: Literal["none", "lora", "dora"] = "none"
     """none = train all weights; lora = low-rank updates of frozen matrices; dora = also the lengths of their rows."""
-    rank: int = 16
+    rank: Positive = 16
     """Rows of the first matrix of an adapter, columns of the second."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(above=0)] = 32.0
     """Updates are multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the inputs of adapters that is dropped in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Adapted matrices: all-linear (those of blocks), names such as attention.query or q_proj, or globs."""
+    """Adapted matrices: all-linear (all in blocks), names such as attention.query or q_proj, or globs."""
     train: list[str] = field(default_factory=list)
     """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
     rank_stabilized: bool = False
     """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
     quantize: Literal["none", FormatName] = "none"
-    """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = that of train.dtype."""
+    """Format of frozen matrices of blocks: nf4 = 4 bits (QLoRA: adapter=qlora); int8; none = train.dtype."""
     double_quantize: bool = True
     """Quantize the scales of nf4 too: 4.13 instead of 4.5 bits a number."""
     base: str = ""
@@ -76,12 +75,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.rank < 1:
-            raise ValueError(f"adapter.rank={self.rank} must be at least 1")
-        if not self.alpha > 0:
-            raise ValueError(f"adapter.alpha={self.alpha} must be positive")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout={self.dropout} must be at least 0 and below 1")
+        check_ranges(self, "adapter.")
         if self.name == "none" and self.quantize != "none":
             raise ValueError(
                 f"adapter.quantize={self.quantize} quantizes frozen weights, and adapter.name=none trains all of them:"
@@ -98,7 +92,7 @@ class AdapterConfig:
 
     @property
     def format(self) -> FrozenFormat | None:
-        """The format of frozen matrices; None = that of train.dtype."""
+        """The format of frozen matrices; None = train.dtype."""
         return FORMATS.get(self.quantize)
 
     @property
@@ -182,7 +176,7 @@ class AdapterConfig:
 
 
 def _names(pattern: str) -> Iterable[str]:
-    """The names that match a pattern: those of the decoder, and its own, which models of transformers have."""
+    """The names that a pattern stands for: the decoder's, and itself, as models of transformers have them."""
     return (*ALIASES.get(pattern, ()), pattern)
 
 

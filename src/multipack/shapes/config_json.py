@@ -1,8 +1,8 @@
-"""The fields of a `ModelShape` from a Hugging Face config.json.
+"""Hugging Face's config.json, read into the fields of a `ModelShape` and written from one.
 
 The file is read as JSON; no code is imported. Fields have the same meaning and the same defaults as in the models' own
 configuration classes. Every decoder of known cost can be planned for; `unsupported` says why the decoder computes
-another function, if it does.
+another function, if it does. Families and their settings stand in families.py, rotary positions in rotation.py.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.shapes.families import BY_TYPE, SQRT_WIDTH, Family
+from multipack.shapes.families import BY_TYPE, FAMILIES, SIZES, SQRT_WIDTH, Family
 from multipack.shapes.json_values import mapping_of, number_of, read_json, real_of
-from multipack.shapes.rotation import rope_type_of
+from multipack.shapes.rotation import is_of_family, of_full_layers, read_rotation, written_rotation
 
 _GATED = (
-    *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "vaultgemma", "gemma3_text", "smollm3"),
-    *("olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe", "glm4", "glm4_moe"),
+    *("mixtral", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("qwen2_moe", "qwen3_moe", "olmo", "olmoe"),
+    *("cohere", "cohere2", "granitemoe", "glm4", "glm4_moe"),
 )
-_PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
-"""Model types with and without a gate in the feed-forward layer, which their files do not state."""
+_PLAIN = ("gptj", "gpt_neox", "gpt_bigcode", "phi")
+"""Model types without a row in families.py, with and without a gate in the feed-forward layer, which their files do not
+state."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), BY_TYPE["qwen2"].defaults),
+    **{kind: {"tie_word_embeddings": True} for kind in ("gpt_bigcode", "cohere")},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
+    "gpt_oss": {"sliding_window_pattern": 2},
+    **{kind: family.defaults for kind, family in BY_TYPE.items()},
+}
+"""Model type → settings that its files may omit, with their values."""
 
 MOST_LAYERS, MOST_WIDTH = 1 << 12, 1 << 24
 """Most layers and heads; largest width, vocabulary and context. Larger numbers are mistakes or damage, which would
 exhaust memory or overflow before another check."""
-
-SIZES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "d_model": ("hidden_size", "n_embd", "d_model"),
-    "d_ff": ("intermediate_size", "n_inner"),
-    "vocabulary_size": ("vocab_size", "vocab_size"),
-    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
-}
-"""Field that every model has → its names in config.json files: Llama's first, GPT-2's second, then others."""
 
 _NAMES: dict[str, tuple[str, ...]] = {
     **SIZES,
@@ -56,64 +55,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field → its names in config.json files."""
 
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Turns in the trained context up to which llama3's scaling divides a frequency, and from which it keeps it."""
-YARN_TURNS = 32, 1
-"""Turns in the trained context from which yarn keeps a frequency, and up to which it divides it."""
-_SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
-    "default": ((), {}),
-    "linear": (("factor",), {}),
-    "dynamic": (("factor",), {}),
-    "llama3": (
-        ("factor", "original_max_position_embeddings"),
-        {name: (value,) for name, value in LLAMA3_SCALING.items()},
-    ),
-    "longrope": (("short_factor", "long_factor"), {}),
-    "yarn": (
-        ("factor",),
-        {"beta_fast": (None, YARN_TURNS[0]), "beta_slow": (None, YARN_TURNS[1]), "truncate": (None, True)},
-    ),
-}
-"""Scaling of rotary frequencies → the settings that it needs, and the values of others that the decoder computes."""
 _WIDTHS = {name for names in _NAMES.values() for name in names}
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|experts?|groups?)(_per_tok(en)?)?")
 """Names of widths and lengths, and of numbers of modules."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
-_NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
-_QWEN: dict[str, Any] = {**_NO_WINDOW, "sliding_window": 4096}
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
-_CAPS: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GEMMA2: dict[str, Any] = {**_GEMMA, **_CAPS, "sliding_window_pattern": 2}
-_HEAD_128: dict[str, Any] = {"head_dim": 128}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096},
-    "ministral": {"sliding_window": 4096},
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), _QWEN),
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "smollm3": {**_NO_WINDOW, **_TIED, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0},
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "cohere"), _TIED),
-    "starcoder2": {**_TIED, "use_bias": True},
-    "cohere2": {**_TIED, "sliding_window_pattern": 4},
-    "gemma": {**_TIED, "head_dim": 256},
-    **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA2),
-    "gemma3_text": {
-        **_GEMMA,
-        "sliding_window_pattern": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-    },
-    "gpt_oss": {"sliding_window_pattern": 2},
-    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
-    "granite": {"attention_multiplier": 1.0},
-    **dict.fromkeys(("internlm3", "iquestcoder", "ministral3", "seed_oss"), _HEAD_128),
-    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
-}
-"""Model type → defaults of fields that its files may omit."""
 
 _UNKNOWN_COST = (
     *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
@@ -124,7 +69,7 @@ _UNKNOWN_COST = (
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Check the sizes of a model, and those of the models inside it, before something is made of them.
+    """Check the sizes of a model, and of models inside it, before lists and tensors are made by them.
 
     Raises:
         ValueError: a number of layers, heads, experts or of something else that names begin or end with, or a width, is
@@ -139,6 +84,12 @@ def check_sizes(config: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name}={value!r:.40} is more than {most:,}")
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: `text_config` of a model with images, or all."""
+    text = mapping_of(config, "text_config")
+    return {"model_type": f"{config.get('model_type')}_text", **text} if text else config
+
+
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Read the fields of a `ModelShape` from a Hugging Face configuration.
 
@@ -149,14 +100,36 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
         FileNotFoundError: the file does not exist.
     """
-    given = source if isinstance(source, Mapping) else read_json(Path(source))
-    text = mapping_of(given, "text_config")
-    if text:  # the language model inside a multimodal model
-        given = {"model_type": f"{given.get('model_type')}_text", **text}
+    given = language_config(source if isinstance(source, Mapping) else read_json(Path(source)))
     kind = str(given.get("model_type", "?"))
+    family, is_plain = BY_TYPE.get(kind), kind in _PLAIN
     filled = {**_DEFAULTS.get(kind, {}), **given}
     config = {name: value for name, value in filled.items() if value is not None}
     _check_known(kind, config)
+    found = _sizes(kind, config)
+    fields = {
+        **found,
+        **_layers_that_differ(config, found),
+        "positions": "learned" if kind == "gpt_bigcode" else "rope",
+        "norm": "layernorm" if is_plain else "rmsnorm",
+        "activation": "gelu" if is_plain else "swiglu",
+        "bias": is_plain,
+        "qkv_bias": kind == "qwen2_moe",
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "norm_eps": real_of(config, _EPSILONS, 1e-5),
+        # The cost does not depend on these; a model with other frequencies in some layers is not an error.
+        **read_rotation(config),
+    }
+    if family is not None:
+        fields |= {"family": kind, **_family_fields(family, config, fields)}
+    if not (fields["experts"] or fields["kv_rank"]):
+        problem = _unsupported(kind, family, config, bool(fields.get("window")))
+        fields |= {"unsupported": problem} if problem else {}
+    return fields
+
+
+def _sizes(kind: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """The fields that are counts and widths."""
     found = {field: number_of(config, names) for field, names in _NAMES.items()}
     if found["d_ff"] == 0 and kind in ("gpt2", "gptj", "gpt_bigcode"):
         found["d_ff"] = 4 * found["d_model"]
@@ -177,73 +150,21 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         found["shared_experts"] = 1
     if not found["kv_rank"]:
         found |= dict.fromkeys(("query_rank", "nope_width", "rope_width", "value_width"), 0)
-    found |= _layers_that_differ(config, found)
-    fields = {
-        **found,
-        "positions": "learned" if kind == "gpt_bigcode" else "rope",
-        "norm": "layernorm" if kind in _PLAIN else "rmsnorm",
-        "activation": "gelu" if kind in _PLAIN else "swiglu",
-        "bias": kind in _PLAIN,
-        "qkv_bias": kind == "qwen2_moe",
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "norm_eps": real_of(config, _EPSILONS, 1e-5),
-        # The cost does not depend on these; a model with other frequencies in some layers is not an error.
-        **_rotation(config),
-    }
-    family = BY_TYPE.get(kind)
-    if family is not None:
-        fields["family"] = kind
-        fields |= _family_fields(family, config, fields)
-    if not (fields["experts"] or fields["kv_rank"]):
-        problem = _unsupported(kind, family, config, bool(fields.get("window")))
-        fields |= {"unsupported": problem} if problem else {}
-    return fields
+    return found
 
 
 def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The switches of a family, and the fields that its files state."""
-    found: dict[str, Any] = {"bias": family.always_bias, **family.switches}
-    if found.get("embedding_scale") == SQRT_WIDTH:
-        found["embedding_scale"] = math.sqrt(fields["d_model"])
-    if "window" not in family.settings and not config.get("use_sliding_window"):
+    found = _switches(family, fields["d_model"]) | {"bias": family.always_bias}
+    if "window" not in family.fields and not config.get("use_sliding_window"):
         found |= {"window": 0, "window_layers": 0, "full_every": 0}
-    width = fields["head_dim"] or fields["d_model"] // fields["heads"]
-    for field, name in family.settings.items():
-        if field in ("embedding_scale", "residual_scale", "logit_divisor", "attention_cap", "logit_cap"):
-            found[field] = real_of(config, (name,), 0.0 if field.endswith("cap") else 1.0)
-        elif field == "attention_scale":
-            value = real_of(config, (name,), 0.0)
-            found[field] = value if name.endswith("multiplier") else value**-0.5
-        elif field == "bias":
-            found[field] = bool(config.get(name))
-        elif field == "rope_width":
-            part = real_of({**mapping_of(config, "rope_parameters"), **config}, (name,), 1.0)
-            found[field] = 0 if part == 1.0 else int(width * part)
-        elif field == "unrotated_every":
-            every = _unrotated_every(config, fields["layers"])
-            found[field] = fields.get("full_every", 0) if name == "layer_types" else every
-        elif field == "attention_growth":
-            old, new = (mapping_of(config, each) for each in ("rope_scaling", "rope_parameters"))
-            found[field] = real_of({**old, **new}, (name,), 0.0)
-        elif field == "window_theta" and fields.get("window"):
-            both = mapping_of(config, "rope_parameters")
-            found[field] = real_of(mapping_of(both, "sliding_attention"), ("rope_theta",), 0.0) or real_of(
-                config, (name, "rope_theta"), 10_000.0
-            )
-    return found
+    return found | {setting.field: setting.read(config, fields) for setting in family.settings}
 
 
-def _unrotated_every(config: Mapping[str, Any], layers: int) -> int:
-    """Which layers have no positions: every n-th; 0 = none."""
-    every, listed = number_of(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
-    if not isinstance(listed, list):
-        return every if every <= layers else 0
-    return next((n for n in range(layers + 1) if listed == rotated_layers(layers, n)), 0)
-
-
-def rotated_layers(layers: int, unrotated_every: int) -> list[int]:
-    """1 for each layer with rotary positions, 0 for the others: `no_rope_layers` in config.json."""
-    return [int(not unrotated_every or (layer + 1) % unrotated_every != 0) for layer in range(layers)]
+def _switches(family: Family, width: int) -> dict[str, Any]:
+    """The switches of a family's model of this width."""
+    scale = family.switches.get("embedding_scale")
+    return family.switches | ({"embedding_scale": math.sqrt(width)} if scale == SQRT_WIDTH else {})
 
 
 def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:
@@ -259,16 +180,10 @@ def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], wi
     differing += [
         name
         for name in ("rope_scaling", "rope_parameters")
-        if not _known_rotation(_full_attention(config, name), family)
+        if not is_of_family(of_full_layers(config, name), family.rope_types, family.fields)
     ]
     differing += ["quantization_config"] if config.get("quantization_config") else []
-    if family.settings.get("bias") == "attention_bias" and bool(config.get("attention_bias")) != bool(
-        config.get("mlp_bias")
-    ):
-        differing += [name for name in ("attention_bias", "mlp_bias") if name in config]
-    listed, layers = config.get("no_rope_layers"), number_of(config, SIZES["layers"])
-    if isinstance(listed, list) and listed != rotated_layers(layers, _unrotated_every(config, layers)):
-        differing.append("no_rope_layers")
+    differing += [name for setting in family.settings for name in setting.contradicts(config)]
     return ", ".join(f"{name}={config[name]!r}" for name in differing)
 
 
@@ -279,7 +194,7 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
         )
-    if kind not in _GATED + _PLAIN and config.get("hidden_act") not in ("silu", "swish"):
+    if kind not in (*BY_TYPE, *_GATED, *_PLAIN) and config.get("hidden_act") not in ("silu", "swish"):
         raise ValueError(
             f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
             " feed-forward layer is gated; give a ModelShape instead"
@@ -333,69 +248,104 @@ def _with_windows(layers: int, full_every: int) -> list[bool]:
     return [(layer + 1) % full_every > 0 for layer in range(layers)]
 
 
-def _full_attention(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of rotary positions: that of layers without a window, if layers have their own."""
-    value = config.get(name)
-    return value.get("full_attention", value) if isinstance(value, Mapping) else value
+# --- writing ------------------------------------------------------------------------------------------
+
+_FREE = {
+    *SIZES,
+    *("kv_heads", "head_dim", "tied", "dropout", "norm_eps"),
+    *("rope_theta", "rope_type", "rope_factor", "rope_context", "rope_attention", "rope_factors"),
+    *("window_layers", "qkv_bias", "scores", "family", "unsupported"),
+}
+"""Fields that models of every family choose, or that are compared by their effect."""
 
 
-def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions, of layers without a window."""
-    both = [
-        found
-        for name in ("rope_parameters", "rope_scaling")
-        if isinstance(found := _full_attention(config, name), Mapping) and found
-    ]
-    sources = [*both, config] if config.get("rope_parameters") else [config, *both]
-    theta = next(filter(None, (real_of(each, ("rope_theta",), 0.0) for each in sources)), 10_000.0)
-    read = [_scaling({**config, **each}) for each in both]
-    if any(each != read[0] for each in read):
-        raise ValueError("the configuration's rope_parameters and rope_scaling differ")
-    return {"rope_theta": theta, **(read[0] if read else {})}
+def family_of(shape: Any) -> Family:
+    """The family of the file that a `ModelShape` is of; of other shapes the first one that can represent the decoder.
+
+    Families name and join tensors in different ways, which does not follow from the shape: Phi-3 and Llama may have
+    equal shapes.
+
+    Raises:
+        ValueError: no family can; the message gives the reasons of the nearest one.
+    """
+    families = [BY_TYPE[shape.family]] if shape.family else FAMILIES
+    differing = {family.model_type: _differing(shape, family) for family in families}
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    if not differing[nearest]:
+        return BY_TYPE[nearest]
+    reasons = ", ".join(f"model.{name}={getattr(shape, name)}" for name in differing[nearest])
+    raise ValueError(f"transformers has no model for this decoder: the nearest, {nearest}, has no {reasons}")
 
 
-def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of scaled rotary frequencies; none if they are not scaled, or in an unknown way."""
-    kind = rope_type_of(config)
-    if kind == "default" or not _known_rotation(config):
-        return {}
-    fields: dict[str, Any] = {"rope_type": kind, "rope_factor": real_of(config, ("factor",), 1.0)}
-    if kind in ("linear", "dynamic"):
-        return fields
-    context = ("original_max_position_embeddings", "max_position_embeddings")
-    fields["rope_context"] = number_of(config, context)
-    if kind != "llama3":
-        fields["rope_attention"] = real_of(config, ("attention_factor",), 0.0)
-    if kind == "longrope":
-        growth = number_of(config, context[1:]) / max(fields["rope_context"], 1)
-        fields["rope_factor"] = real_of(config, ("factor",), growth)
-        each = [*config["short_factor"], *config["long_factor"]]
-        fields["rope_factors"] = [real_of({"long_factor": value}, ("long_factor",), 0.0) for value in each]
-    both = [real_of(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
-    if kind == "yarn" and not fields["rope_attention"] and all(both):
-        first, second = (0.1 * each * math.log(fields["rope_factor"]) + 1.0 for each in both)
-        fields["rope_attention"] = first / second
-    return fields
+def _differing(shape: Any, family: Family) -> list[str]:
+    """Fields of a shape that a family does not have."""
+    default = type(shape)(layers=1).to_dict()
+    fixed = {name: value for name, value in default.items() if name not in _FREE | family.fields}
+    fixed |= _switches(family, shape.d_model)
+    if family.always_bias:  # missing ones are zeros
+        fixed.pop("bias")
+    found = [name for name, value in fixed.items() if getattr(shape, name) != value]
+    if not (shape.bias or family.always_bias) and shape.qkv_bias != family.switches.get("qkv_bias", False):
+        found.append("qkv_bias")
+    if shape.rope_factor != 1.0 and shape.rope_type not in family.rope_types:
+        found.append("rope_type")
+    found += [setting.field for setting in family.settings if not setting.fits(shape)]
+    found += ["window_layers"] if shape.window_layers not in (0, shape.layers) else []
+    if fixed["positions"] == "learned":
+        found += ["kv_heads"] if shape.kv_heads != shape.heads else []
+        found += ["head_dim"] if shape.head_width * shape.heads != shape.d_model else []
+    return list(dict.fromkeys(found))
 
 
-def _known_rotation(scaling: Any, family: Family | None = None) -> bool:
-    """Whether the decoder computes these rotary positions, and the family has them."""
-    if scaling is None:
-        return True
-    if not isinstance(scaling, Mapping):
-        return False
-    kind = str(rope_type_of(scaling))
-    if family is not None:
-        own = {"partial_rotary_factor": "rope_width", "llama_4_scaling_beta": "attention_growth"}
-        if any(scaling.get(name) not in (None, 1.0) and own[name] not in family.settings for name in own):
-            return False
-        if kind not in ("default", *family.rope_types):
-            return False
-    if kind not in _SCALINGS:
-        return False
-    needed, constants = _SCALINGS[kind]
-    if kind == "longrope" and not all(isinstance(scaling.get(name), list) for name in needed):
-        return False
-    return all(scaling.get(name) is not None for name in needed) and all(
-        scaling.get(name) in values for name, values in constants.items()
-    )
+def config_of(shape: Any) -> dict[str, Any]:
+    """The content of a config.json for the model of a `ModelShape` in transformers.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    family = family_of(shape)
+    written = {
+        "architectures": [family.architecture],
+        **(_classifier(shape, family) if shape.scores else {}),
+        "model_type": family.model_type,
+        "tie_word_embeddings": shape.tied,
+        "use_cache": True,
+        "pad_token_id": None,  # some families have one beyond small vocabularies
+        family.activation: next(iter(family.supported[family.activation])),
+    }
+    if shape.positions == "learned":
+        return {
+            **written,
+            **{second: getattr(shape, field) for field, (_, second, *_) in SIZES.items()},
+            "layer_norm_epsilon": shape.norm_eps,
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), shape.dropout),
+            "attn_pdrop": 0.0,
+        }
+    activations = (family.activation, "hidden_activation")
+    written |= {first: getattr(shape, field) for field, (first, *_) in SIZES.items()}
+    written |= {
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "norm_epsilon" if shape.norm == "layernorm" else "rms_norm_eps": shape.norm_eps,
+        "attention_dropout": 0.0,
+    }
+    written |= {name: values[0] for name, values in family.supported.items() if name not in activations}
+    written |= written_rotation(shape, family.fields)
+    for setting in family.settings:
+        written |= setting.write(shape)
+    return written
+
+
+def _classifier(shape: Any, family: Family) -> dict[str, Any]:
+    """The settings of a model with scores."""
+    if not family.score_architecture:
+        raise ValueError(
+            f"transformers has no {family.model_type} with scores (…ForSequenceClassification): train a reward model"
+            " from another family"
+        )
+    labels = {f"LABEL_{number}": number for number in range(shape.scores)}
+    return {
+        "architectures": [family.score_architecture],
+        "id2label": {str(number): label for label, number in labels.items()},
+        "label2id": labels,
+    }

@@ -1,12 +1,10 @@
-"""Formats of frozen matrices (`adapter.quantize`): their bytes, rules and texts. No torch.
+"""Formats of frozen matrices (`adapter.quantize`): their rules and texts. No torch.
 
 A format is a name, a row in `FORMATS`, and the class in ops/ that the row names, which computes with it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,9 +25,7 @@ class FrozenFormat:
         per_byte: numbers in a byte of codes.
         block: rows are a multiple of this number, also those that ranks divide; 1 = of any length.
         unpacked: temporary bytes of a number while its matrix is dequantized.
-        rank_bytes: (rows, columns, ranks, double) → bytes of a rank's part of a matrix that `ranks` divide; `double`:
-            scales are quantized too.
-        loading: arguments of transformers' BitsAndBytesConfig with which a model computes the same.
+        loading: arguments of transformers' BitsAndBytesConfig with which a model computes the same; empty = none do.
         quantizes_scales: whether `adapter.double_quantize` applies.
         prefix: of the names of adapters beside such matrices: QLoRA.
     """
@@ -39,23 +35,20 @@ class FrozenFormat:
     per_byte: int
     block: int
     unpacked: int
-    rank_bytes: Callable[[int, int, int, bool], float]
-    loading: str
+    loading: str = ""
     quantizes_scales: bool = False
     prefix: str = ""
 
+    def equal_outputs(self, double: bool) -> str:
+        """How transformers computes what an adapter was trained beside."""
+        if not self.loading:
+            return "use --merge: transformers loads no weights in this format"
+        return f"load the base with BitsAndBytesConfig({self.loading.format(double=double)})"
 
-def _nf4_bytes(rows: int, columns: int, ranks: int, double: bool) -> float:
-    """Codes and scales are divided; the mean and the steps of scales, in float32, are whole on every rank."""
-    size, scales = rows * columns, rows * columns / NF4_BLOCK
-    if not double:
-        return (size / 2 + 4 * scales) / ranks
-    return (size / 2 + scales) / ranks + 4 * (1 + math.ceil(scales / NF4_SCALES_BLOCK))
-
-
-def _int8_bytes(rows: int, columns: int, ranks: int, double: bool) -> float:
-    """Codes are divided; scales, in float32, are whole on every rank."""
-    return rows * columns / ranks + 4 * rows
+    def text(self, double: bool) -> str:
+        """Its name, and how its scales are held."""
+        scales = "double quantization" if self.quantizes_scales and double else "scales in fp32"
+        return f"{self.title} with {scales}"
 
 
 FORMATS: dict[str, FrozenFormat] = {
@@ -65,7 +58,6 @@ FORMATS: dict[str, FrozenFormat] = {
         per_byte=2,
         block=NF4_BLOCK,
         unpacked=6,
-        rank_bytes=_nf4_bytes,
         loading='load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}',
         quantizes_scales=True,
         prefix="Q",
@@ -76,7 +68,6 @@ FORMATS: dict[str, FrozenFormat] = {
         per_byte=1,
         block=1,
         unpacked=8,
-        rank_bytes=_int8_bytes,
         loading="load_in_8bit=True",
     ),
 }

@@ -76,7 +76,7 @@ class ModelShape:
     """Factor of cosines and sines; 0 = 0.1 · ln(rope_factor) + 1 (yarn), √(1 + ln(rope_factor) / ln(rope_context))
     (longrope)."""
     rope_factors: tuple[float, ...] = ()
-    """Divisors of longrope's frequencies: those of documents of up to `rope_context` tokens, then of longer ones."""
+    """Divisors of longrope's frequencies: for documents of up to `rope_context` tokens, then for longer ones."""
     unrotated_every: int = 0
     """Every n-th layer has no rotary positions (4 in SmolLM3); 0 = all have."""
     embedding_scale: float = 1.0
@@ -226,6 +226,27 @@ class ModelShape:
                 f" {self.heads} or 0, got {self.kv_heads}"
             )
 
+    def check_computed(self) -> None:
+        """Check that the decoder computes this shape, not only its cost.
+
+        Raises:
+            ValueError: it does not; the message names the fields.
+        """
+        if self.architecture:
+            return
+        if self.unsupported:
+            raise ValueError(
+                f"{self.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
+            )
+        other = [name for name in ("experts", "kv_rank") if getattr(self, name)]
+        other += ["window_layers"] if self.window_layers not in (0, self.layers) else []
+        if other:
+            given = ", ".join(f"model.{name}={getattr(self, name)}" for name in other)
+            raise ValueError(
+                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
+                f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
+            )
+
     PRESET_HINT: ClassVar[str] = " or the path of a Hugging Face config.json"
 
     @classmethod
@@ -323,10 +344,10 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Number of matrix elements of one block that a token is multiplied with: P in the cost formula.
 
-        Biases and norms are not counted. In a mixture of experts it is that of a block with experts, with its router.
+        Biases and norms are not counted. In a mixture of experts, the block is one with experts; its router counts.
         """
         return self.attention_parameters + (
-            self._mixture(self.experts_per_token) if self.experts else self._feed_forward(self.d_ff)
+            self._mixture() if self.experts else self._feed_forward(self.d_ff)
         )
 
     @property
@@ -335,22 +356,14 @@ class ModelShape:
         dense = self.attention_parameters + self._feed_forward(self.d_ff)
         return (self.layers - self.dense_layers) * self.layer_parameters + self.dense_layers * dense
 
-    @property
-    def total_parameters(self) -> int:
-        """Number of all matrix elements: experts, embeddings, learned positions; without biases and norms."""
-        idle = self._mixture(self.experts) - self._mixture(self.experts_per_token) if self.experts else 0
-        embeddings = self.d_model * self.vocabulary_size * (1 if self.tied or self.scores else 2)
-        table = self.d_model * self.context if self.positions == "learned" else 0
-        return self.token_parameters + (self.layers - self.dense_layers) * idle + embeddings + table
-
     def _feed_forward(self, width: int) -> int:
         return (3 if self.gated else 2) * self.d_model * width
 
-    def _mixture(self, routed: int) -> int:
-        """Matrix elements of the router, of `routed` of the routed experts, and of the shared experts."""
+    def _mixture(self) -> int:
+        """Matrix elements of the router, of a token's routed experts, and of the shared experts."""
         width = self.expert_width or self.d_ff
         shared = self.shared_experts * self._feed_forward(self.shared_width or width)
-        return self.d_model * self.experts + routed * self._feed_forward(width) + shared
+        return self.d_model * self.experts + self.experts_per_token * self._feed_forward(width) + shared
 
     def with_vocabulary(self, size: int) -> ModelShape:
         """The same shape for a vocabulary of `size` tokens."""

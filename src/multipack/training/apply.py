@@ -10,9 +10,7 @@ always has work. Where something decides about a step by its numbers before it i
 from __future__ import annotations
 
 import math
-import signal
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,23 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.step_result import StepResult
-from multipack.parallel.world import World
-from multipack.planning.cost import CostModel
-from multipack.reports.console import Console
-from multipack.training.callbacks.callback import Callback, Callbacks, NonFiniteLoss
+from multipack.training.assemble import Parts
+from multipack.training.callbacks.callback import Callback, NonFiniteLoss
 from multipack.training.feed import EpochFeed, StepData, StreamFeed
-from multipack.training.metrics import LEGEND, format_line, step_line, step_metrics
-from multipack.training.objective import Objective
+from multipack.training.metrics import LEGEND, step_metrics
+from multipack.training.precision import mean_peak
 from multipack.training.run_config import Config
-from multipack.training.run_files import RunFiles
-from multipack.training.schedule import learning_rate
+from multipack.training.schedule import learning_rate, rate_factor
 from multipack.training.stop_request import StopRequest
 
 Marks = tuple[Any, Any]
 """Two marks of a device's clock."""
+Record = Callable[[int, StepData, dict[str, float]], None]
+"""Called with the number, the data and the metrics of a step."""
 
 DECIDING = ("micro_batch", "gradient", "accept")
 """Hooks of callbacks that read numbers of a step before it is applied."""
@@ -62,7 +58,7 @@ class Reading:
         return found
 
 
-def may_read_later(engine: ModelEngine, callbacks: Iterable[Callback]) -> bool:
+def may_read_later(engine: Engine, callbacks: Iterable[Callback]) -> bool:
     """Whether no part of a run needs the numbers of a step before it is applied.
 
     On a CPU there is nothing to wait for. In fp16 the norm decides whether the step is applied; with offload gradients
@@ -100,52 +96,67 @@ def sum_over_ranks(
     return total
 
 
+def diverged(
+    config: Config, feed: EpochFeed | StreamFeed, what: str, documents: Sequence[int] = ()
+) -> NoReturn:
+    """Raise NonFiniteLoss with a message on `what`, and the names of these documents of the feed."""
+    names = [f"{number} ({feed.name(number)})" for number in documents[:20]]
+    more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+    of = f" Its documents: {', '.join(names)}{more}." if names else ""
+    raise NonFiniteLoss(
+        f"{what}.{of} Lower optimizer.lr (now {config.optimizer.lr:g})"
+        + (", or look at these documents" if names else "")
+    )
+
+
 class StepApplier:
-    """The part of a `Trainer` that applies steps after their backward passes, and records them; see there."""
+    """Applies steps after their backward passes, and reads and records their numbers, all in order.
 
-    config: Config
-    world: World
-    console: Console
-    mesh: Mesh
-    engine: ModelEngine
-    objective: Objective
-    callbacks: Callbacks
-    feed: EpochFeed | StreamFeed
-    files: RunFiles
-    stop: StopRequest
-    cost_model: CostModel
-    lr_factor: float
-    peak_flops: float
-    step: int
-    steps: int
-    loss: float
-    val_loss: float | None
-    started: tuple[int, float]
-    running: list[float]
-    ending: str
-    interrupted: bool
-    _reads_later: bool
-    _forward_seconds: float
-    _unread: Callable[[], None]
-    _mark: Any
+    Args:
+        parts: of the run.
+        stop: agrees on a signal that a rank received.
+        record: gets the metrics of every step.
 
-    def diverged(self, what: str, documents: list[int]) -> NoReturn:
-        """Raise NonFiniteLoss with a message on `what`, and the names of these documents."""
-        names = [f"{number} ({self.feed.name(number)})" for number in documents[:20]]
-        more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
-        of = f" Its documents: {', '.join(names)}{more}." if names else ""
-        raise NonFiniteLoss(
-            f"{what}.{of} Lower optimizer.lr (now {self.config.optimizer.lr:g})"
-            + (", or look at these documents" if names else "")
-        )
+    Attributes:
+        step: number of the step that was applied last.
+        steps: number of the last step of the run, to which the learning rate is scheduled.
+        loss: of the step that was read last.
+        running: summed loss since the last evaluation, and what it is divided by.
+    """
+
+    def __init__(self, parts: Parts, stop: StopRequest, record: Record) -> None:
+        model = parts.model
+        self.step, self.steps, self.loss = 0, parts.feeds.steps, math.nan
+        self.running: list[float] = [0.0, 0]
+        self._config, self._objective, self._cost_model = model.config, model.objective, model.cost_model
+        self._engine, self._mesh = model.engine, model.engine.mesh
+        self._callbacks, self._feed = parts.callbacks, parts.feeds.training
+        self._stop, self._record_metrics = stop, record
+        self._lr_factor = rate_factor(model.config.optimizer, self._feed.targets_per_step)
+        self._peak_flops = mean_peak(model.engine.world, model.engine.dtype)
+        self._reads_later = not model.objective.legend and may_read_later(model.engine, parts.callbacks)
+        self._unread: Callable[[], None] = lambda: None
+        self._forward_seconds = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Count seconds of the next step from now: an evaluation or a checkpoint has ended."""
+        self._mark: Any = self._engine.clock.mark()
+
+    def apply(self, step: int, data: StepData, result: StepResult) -> None:
+        """Apply a step, unless its numbers forbid it."""
+        (self._apply_ahead if self._reads_later else self._apply)(step, data, result)
+
+    def _diverged(self, what: str, documents: list[int]) -> NoReturn:
+        diverged(self._config, self._feed, what, documents)
 
     def _apply(self, step: int, data: StepData, result: StepResult) -> None:
         """Read the numbers of a step, apply it unless they forbid it, and record it."""
-        engine, callbacks = self.engine, self.callbacks
+        engine, callbacks = self._engine, self._callbacks
         sums = self._checked(step, data, self._sum(data, result).tolist())
         middle = engine.clock.mark()
-        metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
-        norm, loss = engine.clip(self.config.optimizer.clip), sums[0] / (data.denominator or 1)
+        metrics = self._objective.metrics(engine) | callbacks.gradient(step, engine)
+        norm, loss = engine.clip(self._config.optimizer.clip), sums[0] / (data.denominator or 1)
         applied = self._is_valid(step, data, norm) and callbacks.accept(step, loss, norm)
         rate = self._rate(step)
         metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
@@ -160,17 +171,17 @@ class StepApplier:
 
     def _apply_ahead(self, step: int, data: StepData, result: StepResult) -> None:
         """Apply a step without a wait for its numbers; read and record those of the step before it."""
-        engine, rate = self.engine, self._rate(step)
+        engine, rate = self._engine, self._rate(step)
         sums = self._sum(data, result)
         middle = engine.clock.mark()
-        reading = Reading(torch.cat([sums, engine.clip_on_device(self.config.optimizer.clip)[None]]))
+        reading = Reading(torch.cat([sums, engine.clip_on_device(self._config.optimizer.clip)[None]]))
         engine.step(rate)
         self.step = step
-        self.callbacks.after_step(step, engine, True)
+        self._callbacks.after_step(step, engine, True)
         marks = middle, engine.clock.mark()
-        self._settle(partial(self._read, step, data, result, marks, rate, reading))
+        self.settle(partial(self._read, step, data, result, marks, rate, reading))
 
-    def _settle(self, unread: Callable[[], None] = lambda: None) -> None:
+    def settle(self, unread: Callable[[], None] = lambda: None) -> None:
         """Read and record the step that was applied last; `unread` does so for the one that takes its place."""
         last, self._unread = self._unread, unread
         last()
@@ -186,10 +197,10 @@ class StepApplier:
 
     def _sum(self, data: StepData, result: StepResult) -> Tensor:
         """The sums of a step over ranks, with the forward seconds of the last step that this rank has recorded."""
-        return sum_over_ranks(self.mesh, data, result, self.stop.signal or 0, self._forward_seconds)
+        return sum_over_ranks(self._mesh, data, result, self._stop.signal or 0, self._forward_seconds)
 
     def _rate(self, step: int) -> float:
-        return self.lr_factor * learning_rate(step, self.steps, self.config.optimizer)
+        return self._lr_factor * learning_rate(step, self.steps, self._config.optimizer)
 
     def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float, float]:
         """Summed loss, slots and `time_spread` of a step, from its `_sum`; a signal of any rank ends the run.
@@ -198,12 +209,12 @@ class StepApplier:
             NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
         """
         loss_sum, slots, signals, *rest = numbers
-        times, flags = rest[: self.mesh.data_size], rest[self.mesh.data_size :]
+        times, flags = rest[: self._mesh.data_size], rest[self._mesh.data_size :]
         if any(flags):
             broken = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag])
-            self.diverged(f"the loss of step {step} is not finite; {self._undone}", broken.tolist())
+            self._diverged(f"the loss of step {step} is not finite; {self._undone}", broken.tolist())
         if signals:
-            self._interrupt()
+            self._stop.agree()
         spread = max(times) / (sum(times) / len(times)) - 1.0 if all(times) else math.nan
         return loss_sum, slots, spread
 
@@ -211,19 +222,14 @@ class StepApplier:
     def _undone(self) -> str:
         return "nothing was saved after it" if self._reads_later else "the step was not applied"
 
-    def _interrupt(self) -> None:
-        """End the run after this step without an evaluation; called on all ranks if one received a signal."""
-        self.stop.signal = self.stop.signal or signal.SIGTERM  # if another rank received it
-        self.ending, self.interrupted = self.stop.signal.name, True
-
     def _is_valid(self, step: int, data: StepData, norm: float) -> bool:
         """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
-        what, overflowed = f"the gradient of step {step}", self.engine.overflowed
+        what, overflowed = f"the gradient of step {step}", self._engine.overflowed
         documents = data.documents.tolist()
-        if overflowed and self.engine.loss_scale < 1:
-            self.diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
+        if overflowed and self._engine.loss_scale < 1:
+            self._diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
         if not overflowed and not math.isfinite(norm):
-            self.diverged(f"{what} is not finite; {self._undone}", documents)
+            self._diverged(f"{what} is not finite; {self._undone}", documents)
         return not overflowed
 
     def _record(
@@ -235,41 +241,25 @@ class StepApplier:
         sums: tuple[float, float, float],
         metrics: dict[str, float],
     ) -> None:
-        """Write the record of a step; `marks` are the clock's, after its backward passes and at its end."""
+        """Record a step; `marks` are the clock's, after its backward passes and at its end."""
         self.running = [self.running[0] + sums[0], self.running[1] + data.denominator]
         self.loss = metrics["loss"]
-        (middle, ended), clock = marks, self.engine.clock
+        (middle, ended), clock, world = marks, self._engine.clock, self._engine.world
         seconds, self._mark = clock.seconds(self._mark, ended), ended
-        flops, peak = self.cost_model.flops(*data.computed), self.peak_flops * self.world.size
+        flops, peak = self._cost_model.flops(*data.computed), self._peak_flops * world.size
         values = {
             "step": step,
             "dto": clock.seconds(middle, ended),
             "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
-            **step_metrics(data, result, sums[1], seconds, self.world.size),
+            **step_metrics(data, result, sums[1], seconds, world.size),
             **metrics,
         }
         record = {name: values[name] for name in LEGEND if name in values} | metrics
         self._forward_seconds = result.forward_seconds
-        if self.mesh.data_size > 1 and math.isfinite(sums[2]):
+        if self._mesh.data_size > 1 and math.isfinite(sums[2]):
             record["time_spread"] = sums[2]
-            parallel = self.config.parallel
+            parallel = self._config.parallel
             synchronizes_once = parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
             if synchronizes_once and math.isfinite(seconds_waited := result.synchronizing_seconds):
                 record["dtc"] = seconds_waited
-        if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
-            record["dt_predicted"] = data.predicted_seconds
-        if self.files.log is not None and self.config.log.documents:
-            self.files.log.documents(step, data.documents.tolist(), data.index, data.plan)
-        self._publish(record)
-        every = self.config.log.every
-        first, began = self.started
-        if every and (step % every == 0 or step in (first + 1, self.steps)):
-            left = (time.monotonic() - began) / (step - first) * (self.steps - step)
-            line = step_line(record, self.steps, self.val_loss, left)
-            self.console.line(format_line(record) if self.config.log.verbose else line)
-
-    def _publish(self, values: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
-        if self.files.log is not None:
-            self.files.log.record(values)
-            self.callbacks.record(values)
+        self._record_metrics(step, data, record)

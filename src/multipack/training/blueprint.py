@@ -20,7 +20,7 @@ from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter, quantize
 from multipack.ops.quantized import Quantized, part_names, whole_name
 from multipack.parallel.build import Blueprint, build_engine
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.parallel.world import World
@@ -41,7 +41,7 @@ def open_engine(
     mesh: Mesh,
     dtype: torch.dtype,
     clock: Callable[[], float],
-) -> ModelEngine:
+) -> Engine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     kernels = kernels_of(config, shape, mesh.world.device)
     whole = _parameters(shape, config, dtype)

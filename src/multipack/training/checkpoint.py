@@ -59,7 +59,7 @@ class Checkpoint:
     Attributes:
         path: folder of the checkpoint.
         step: number of steps taken when it was written.
-        source: its tensors in groups: "model" and "optimizer" as in `ModelEngine.state`, "rng", and others.
+        source: its tensors in groups: "model" and "optimizer" as in `Engine.state`, "rng", and others.
         progress: JSON values of the trainer: state of the plan, positions in the run log, running loss.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from multipack.data.packs.batch import PackedBatch
 from multipack.data.packs.collate import PackedCollator, pad_documents
 from multipack.data.views.documents import Documents
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.planning.options import LossWeighting
 from multipack.planning.plan import Plan
 
@@ -59,7 +59,7 @@ def padded_batches(
 
 
 def compare_with_padding(
-    engine: ModelEngine,
+    engine: Engine,
     documents: Documents,
     plan: Plan,
     *,
@@ -118,7 +118,7 @@ def compare_with_padding(
     )
 
 
-def timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
+def timed_step(engine: Engine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
     """Seconds of a step that leaves the weights as they are."""
     engine.world.synchronize()
     began = clock()

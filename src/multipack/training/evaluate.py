@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,15 @@ from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.world import World
-from multipack.planning.cost import CostModel
 from multipack.planning.options import check_choice
 from multipack.reports.console import Console
 from multipack.run import STATE, is_export, weights_folder
-from multipack.training.blueprint import open_engine
-from multipack.training.objective import Objective, Preferences, objective_of
+from multipack.training.assemble import Start, open_model, run_world, shape_of
+from multipack.training.checks import check
+from multipack.training.objective import Preferences, objective_of
 from multipack.training.other_names import translate
 from multipack.training.pack_loaders import PackLoaders
-from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config, compose, initial_model, resolve_weights
-from multipack.training.run_parts import packs_per_step, resolve, run_world, shape_of
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import Weights, adapt_weights, find_weights
 from multipack.words import read_yaml, split
@@ -120,12 +118,12 @@ def evaluate(
     check_choice("--weights", weights, Weights)
     request = compose_evaluation(path, words)
     config = request.config
-    config.check(find_ranks(os.environ).size)
+    check(config, find_ranks(os.environ).size)
     with run_world(config) as world:
         try:
             return _evaluate(request, weights, world, console or Console(rank=1))
         except BaseException as error:
-            failure = world.report_failure(error)
+            failure = world.watch.report(error)
             if failure is error:
                 raise
             raise failure from error
@@ -194,21 +192,18 @@ def _some(values: dict[str, Any], *names: str) -> dict[str, Any]:
 def _evaluate(
     request: EvaluationRequest, weights: Weights, world: World, console: Console
 ) -> EvaluationResult:
-    config, mesh = request.config, build_mesh(request.config.parallel, world)
-    packs, _ = packs_per_step(config, mesh)
-    found = find_weights(request.path, weights, world, foreign=bool(config.model.architecture))
+    mesh, folder = build_mesh(request.config.parallel, world), request.checkpoint
+    found = find_weights(request.path, weights, world, foreign=bool(request.config.model.architecture))
     corpus = _documents(request, mesh, console)
-    objective = _objective(request, corpus)
-    shape = objective.shape(shape_of(config, corpus.tokenizer, found))
-    objective.config, _ = resolve(objective.config, objective, shape, packs, world)
-    dtype = DTYPES[objective.config.train.dtype]
+    config = _with_preference(request, corpus)
+    shape = objective_of(config, corpus).shape(shape_of(config, corpus.tokenizer, found))
     read, note = adapt_weights(found, shape, corpus.tokenizer, "RUN")
-    engine = open_engine(objective.config, objective, shape, read, mesh, dtype, time.perf_counter)
-    folder = request.checkpoint
+    start = Start(shape, read, found.folder, "", [note])
+    model = open_model(config, corpus, start, mesh, time.perf_counter)
+    objective, engine = model.objective, model.engine
     with console.progress("computing reference values") as advance:
         views, _ = objective.views(engine, advance, folder.parent.parent if folder is not None else None)
-    loaders = PackLoaders(objective.config, objective, engine, CostModel.from_shape(shape))
-    validation = loaders.validation(views[1])
+    validation = PackLoaders(model.config, objective, engine, model.cost_model).validation(views[1])
     try:
         losses = validation.losses()
     finally:
@@ -249,11 +244,11 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
     return corpus
 
 
-def _objective(request: EvaluationRequest, corpus: Corpus) -> Objective:
-    """Next-token prediction, or for pairs the run's preferences, with the model that they are compared with."""
+def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
+    """The settings, for pairs with the model that they are compared with, for others without preferences."""
     config = request.config
     if corpus.validation.store.item_size == 1:
-        config.preference = PreferenceConfig()
+        return replace(config, preference=PreferenceConfig())
     objective = objective_of(config, corpus)
     needed = isinstance(objective, Preferences) and objective.loss.uses_reference
     if needed and request.checkpoint is None and not config.preference.reference:
@@ -262,8 +257,8 @@ def _objective(request: EvaluationRequest, corpus: Corpus) -> Objective:
                 f"{request.path} names no reference model, with which preference.loss={config.preference.loss} compares"
                 " pairs: set preference.reference=MODEL"
             )
-        config.preference.reference = request.reference
-    return objective
+        return replace(config, preference=replace(config.preference, reference=request.reference))
+    return config
 
 
 def _sets(corpus: Corpus, losses: dict[str, float], tokens: bool) -> list[SetLoss]:

@@ -26,12 +26,13 @@ from multipack.data.text.chat import ChatTemplate
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import hub_name, model_folder
 from multipack.models.foreign import foreign_settings, save_foreign
-from multipack.models.huggingface import config_of, scores_of, to_huggingface
+from multipack.models.huggingface import scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
 from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
 from multipack.planning.options import check_choice
 from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape, read_json
+from multipack.shapes.config_json import config_of
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
@@ -257,8 +258,8 @@ def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) ->
         return [
             f"merged into the values of the {form.title} weights that it was trained beside, not into the originals"
         ]
-    loading = f"BitsAndBytesConfig({form.loading.format(double=config.double_quantize)})"
-    notes = [f"trained beside {form.title} weights: for equal outputs load the base with {loading}"]
+    equal = form.equal_outputs(config.double_quantize)
+    notes = [f"trained beside {form.title} weights: for equal outputs {equal}"]
     if not all(name.endswith(".weight") for name in trained.adapter.quantized):
         notes.append(
             "BitsAndBytesConfig leaves experts as they are, which training quantized: for equal outputs use --merge"

@@ -29,7 +29,6 @@ from multipack.planning.lengths import nothing_learned
 from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
-from multipack.planning.report import predicted_seconds
 from multipack.planning.stream import PackStream, StreamStep
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class StepData:
         documents: document numbers of all ranks.
         lengths: their tokens.
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
-        predicted_seconds: forward and backward passes of the most loaded rank; None unless the cost was fitted to
-            measured times.
         computed: slots of what the model computes, and its attention, for `CostModel.flops`.
         packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
@@ -62,7 +59,6 @@ class StepData:
     documents: NDArray[np.int64]
     lengths: NDArray[np.int64]
     cost_spread: float
-    predicted_seconds: float | None
     computed: tuple[NDArray[np.int64], AttentionPairs | None]
     packs: Packs
     wait_seconds: float
@@ -135,7 +131,7 @@ class EpochFeed:
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            **_predictions(
+            cost_spread=_cost_spread(
                 plan.cost_model, plan.slots, dealt, sampler.world_size, sampler.sync, plan.items.attention
             ),
             computed=(plan.lengths[documents] if attention is None else slots, attention),
@@ -245,7 +241,7 @@ class StreamFeed:
             denominator=step.denominator,
             documents=step.positions,
             lengths=step.lengths,
-            **_predictions(self._cost_model, slots, dealt, ranks, self._sync),
+            cost_spread=_cost_spread(self._cost_model, slots, dealt, ranks, self._sync),
             computed=(step.lengths, None),
             packs=Packs(step.positions[dealt.order], dealt.offsets),
             wait_seconds=self._clock() - began,
@@ -275,19 +271,16 @@ class StreamFeed:
             self._steps.close()
 
 
-def _predictions(
+def _cost_spread(
     cost_model: CostModel,
     slots: NDArray[np.int64],
     dealt: Packs,
     ranks: int,
     sync: Sync,
     attention: AttentionOf = each_alone,
-) -> dict[str, Any]:
-    """`cost_spread` and `predicted_seconds` of a step; arguments as of `predicted_seconds`."""
+) -> float:
+    """`cost_spread` of a step of `dealt` packs, for (all items,) slots and the attention of items."""
     costs = cost_model.cost(slots[dealt.order], attention(dealt.order))  # of this step's items only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = rank_loads(packs.totals(costs), ranks, sync)
-    return {
-        "cost_spread": float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0),
-        "predicted_seconds": predicted_seconds(cost_model, slots, dealt, ranks, sync, attention),
-    }
+    return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)

@@ -1,4 +1,4 @@
-"""Checks of runs that train a model of transformers (`model=hf:FOLDER`): settings, and that documents are isolated."""
+"""Checks of runs that train a model of transformers (`model=hf:FOLDER`): config.json, and isolation of documents."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from multipack.models.probe_batch import packed_batch
 from multipack.models.tiny_models import tiny_model
 from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape, read_json, rotation_limit
+from multipack.training.run_config import Config
 from multipack.words import read_yaml
 
 TOLERANCE = 1e-4
@@ -33,32 +34,14 @@ FOREIGN_NOTES = [
 _FREE = ("architecture", "vocabulary_size")
 
 
-def check_settings(config: Any) -> None:
-    """Check that a run's configuration asks for nothing that a model of transformers cannot do here.
+def check_shape(config: Config, where: str) -> None:
+    """Check that the settings of the model are those of its config.json.
 
     Raises:
-        ValueError: it does; the message names the setting.
+        ValueError: one is not; the message names the setting, and `where` it has no effect.
     """
-    model, train, parallel = config.model, config.train, config.parallel
-    where = f"with model={PREFIX}{model.architecture}, whose code is that of transformers"
-    for name in ("tensor", "context", "pipeline"):
-        if (ranks := getattr(parallel, name)) > 1:
-            raise ValueError(
-                f"parallel.{name}={ranks} is not supported {where}: use parallel.data=zero3, which divides its weights"
-            )
-    for name, given, instead in (
-        ("train.tiles", train.tiles, 1),
-        ("train.compile", train.compile, "false"),
-        ("model.attention", model.attention, "auto"),
-        ("model.kernels", model.kernels, "torch"),
-    ):
-        if given not in (instead, "auto"):
-            raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")
-    if config.preference.loss == "reward":
-        raise ValueError(f"preference.loss=reward needs a head of scores, which is not supported {where}")
-    if train.resume != "false":
-        return  # the model is that of the checkpoint; the run compares its settings
-    own, values = foreign_shape(model.architecture).to_dict(), config.shape_with(0).to_dict()
+    own = foreign_shape(config.model.architecture).to_dict()
+    values = config.shape_with(0).to_dict()
     if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
         raise ValueError(
             f"model.{other[0]}={values[other[0]]} has no effect {where}: its config.json says {own[other[0]]};"

@@ -5,11 +5,12 @@ Settings of a resumed run are compared as values, whatever brought them (word, f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from multipack.shapes.adapter import AdapterConfig
-from multipack.words import ConfigError
+from multipack.training.other_names import translate
+from multipack.words import ConfigError, split
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings of a new run, which keep their saved values when `train.resume=auto` continues it."""
@@ -49,6 +50,13 @@ def check_documents_named(given: Mapping[str, Any], weights: str) -> None:
             f"{setting} comes without documents: name them, such as data=jsonl data.path=FILE (data=stdlib trains on"
             " Python's standard library)"
         )
+
+
+def check_adapter_words(words: Iterable[str], adapter: AdapterConfig) -> None:
+    """Check that words set nothing of adapters that there are not; raises a ConfigError with the word."""
+    for word in words if adapter.name == "none" else ():
+        if translate(*split(word))[0].startswith("adapter.") and not word.startswith("adapter.name"):
+            raise ConfigError(f"{word} has no effect without adapters (adapter.name=none): set adapter=lora")
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from multipack.parallel.step_result import StepResult
+from multipack.parallel.engine import StepResult
 from multipack.reports.console import LINE
 from multipack.training.feed import StepData
 
@@ -45,12 +45,11 @@ FORMATS: dict[str, str] = {
 """Metric → its format in log lines; others have four decimals."""
 
 SOMETIMES: dict[str, str] = {
-    "dt_predicted": "seconds that the plan's measured cost predicts for dtf + dtb",
     "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
     "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
     "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
 }
-"""Metric → meaning, of those that depend on the run: a measured cost, several ranks, steps that may be skipped."""
+"""Metric → meaning, of those that depend on the run: several ranks, steps that may be skipped."""
 
 
 def step_metrics(

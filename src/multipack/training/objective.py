@@ -36,12 +36,12 @@ from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.objectives import check_options, find_loss
 from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.reports.console import Detail
 from multipack.shapes import ModelShape
+from multipack.training.checks import check_kind
 from multipack.training.run_config import Config
-from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import adapt_weights, find_weights
 
 Values = NDArray[np.float64]
@@ -74,19 +74,11 @@ class Objective:
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.run_files: dict[str, bytes] = {}
-        self.check()
+        self.prepare()
 
-    def check(self) -> None:
-        """Raise a ValueError for settings that do not apply."""
-        if self.config.data.share_prefixes == "pairs":
-            raise ValueError(
-                "data.share_prefixes=pairs is about preference pairs, which these documents are not: use all"
-            )
-        if self.config.preference != PreferenceConfig():
-            raise ValueError(
-                "preference.* is about pairs (chosen, rejected) and labeled answers (label), which these documents are"
-                " not: omit it"
-            )
+    def prepare(self) -> None:
+        """Read the settings; raises a ValueError for those that do not apply."""
+        check_kind(self.config, "documents")
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """The shape of the model to train, given that of the settings; `ValueError` if it has no logits."""
@@ -105,7 +97,7 @@ class Objective:
 
     def views(
         self,
-        engine: ModelEngine,
+        engine: Engine,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -126,15 +118,15 @@ class Objective:
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
 
-    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+    def metrics(self, engine: Engine, training: bool = True) -> dict[str, float]:
         """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""
         return {}
 
-    def state(self, engine: ModelEngine) -> dict[str, float]:
+    def state(self, engine: Engine) -> dict[str, float]:
         """What the next steps read of the steps before, for a checkpoint."""
         return {}
 
-    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+    def load_state(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Continue with the `state` of a checkpoint; `ValueError` if it is damaged."""
 
 
@@ -151,35 +143,15 @@ class Preferences(Objective):
     fine_tuning_lr = 1e-6
     last_line = ("reward_accuracy", "reward_margin")
 
-    def check(self) -> None:
+    def prepare(self) -> None:
         """See `Objective`."""
-        train, parallel, preference = self.config.train, self.config.parallel, self.config.preference
+        preference = self.config.preference
         self.loss = find_loss(preference.loss, self.corpus.train.store.kind)
         check_options(self.loss, preference.changed(), preference.reference)
+        check_kind(self.config, self.corpus.train.store.kind, self.loss.reads_values)
         self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
-        for name in ("pipeline", "context"):
-            if getattr(parallel, name) > 1:
-                raise ValueError(
-                    f"parallel.{name}={getattr(parallel, name)} splits documents or layers, and the loss of preference"
-                    " pairs needs both answers on one rank: use parallel.data=zero3 or parallel.tensor"
-                )
-        if train.compare_padding == "true":
-            raise ValueError(
-                "train.compare_padding=true is about single documents, and these are pairs: omit it"
-            )
         if self.loss.reads_values:
-            if parallel.tensor > 1:
-                raise ValueError(
-                    f"parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={self.loss.name}"
-                    " has a head of one: use parallel.data=zero3"
-                )
             self.train_settings = MappingProxyType({**self.train_settings, "sample_tokens": 0})
-        for name in ("label_smoothing", "z_loss"):
-            if getattr(train, name):
-                raise ValueError(
-                    f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
-                    " preference pairs: omit it (preference.label_smoothing smooths preferences)"
-                )
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """See `Objective`."""
@@ -200,7 +172,7 @@ class Preferences(Objective):
 
     def views(
         self,
-        engine: ModelEngine,
+        engine: Engine,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -279,7 +251,7 @@ class Preferences(Objective):
         return values
 
     @contextmanager
-    def _reference_model(self, engine: ModelEngine) -> Iterator[tuple[nn.Module, Mesh]]:
+    def _reference_model(self, engine: Engine) -> Iterator[tuple[nn.Module, Mesh]]:
         """Context of the reference model, in evaluation mode and the run's precision, and of the ranks that hold it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
@@ -303,18 +275,18 @@ class Preferences(Objective):
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
-    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+    def metrics(self, engine: Engine, training: bool = True) -> dict[str, float]:
         """Means over items. Every rank of a model replica counts its items, which does not change the means."""
         model = cast(PreferenceDecoder, engine.model)
         found = self.loss.means(engine.world.sum(model.take_tally(training)), "" if training else "val_")
         model.last.update({name: found[name] for name in model.last if name in found})
         return found
 
-    def state(self, engine: ModelEngine) -> dict[str, float]:
+    def state(self, engine: Engine) -> dict[str, float]:
         """See `Objective`."""
         return dict(cast(PreferenceDecoder, engine.model).last)
 
-    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+    def load_state(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """See `Objective`."""
         last = cast(PreferenceDecoder, engine.model).last
         for name in last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from multipack.names_elsewhere import HUGGING_FACE
 from multipack.words import ConfigError
 
 ALIASES: dict[str, str] = {
@@ -25,32 +26,16 @@ ALIASES: dict[str, str] = {
     "optimizer.grad_clip": "optimizer.clip",
     "optimizer.lr_decay_iters": "optimizer.decay_steps",
     # transformers, TRL, peft, Axolotl: alone, in the group of the setting here, or in one of `OTHER_GROUPS`
-    "learning_rate": "optimizer.lr",
+    **{name: setting for name, (setting, _) in HUGGING_FACE.items()},
     "lr_scheduler_type": "optimizer.schedule",
-    "warmup_ratio": "optimizer.warmup_steps",
-    "max_grad_norm": "optimizer.clip",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
     "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "eval_steps": "train.eval_every",
-    "save_steps": "train.checkpoint_every",
-    "save_total_limit": "train.keep_checkpoints",
-    "logging_steps": "log.every",
     "report_to": "track.to",
     "capacity": "plan.capacity",
     "max_length": "plan.capacity",
     "max_seq_length": "plan.capacity",
-    "sequence_len": "plan.capacity",
     "gradient_accumulation_steps": "plan.micro_batches",
-    "output_dir": "out",
     "model_name_or_path": "train.init_from",
     "base_model": "train.init_from",
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
     "lora.r": "adapter.rank",
     "lora.alpha": "adapter.alpha",
     "target_modules": "adapter.targets",
@@ -101,6 +86,7 @@ HINTS: dict[str, str] = {
     "gradient_checkpointing_kwargs": "set train.recompute=full or selective",
     "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
     "plan.effort": "leave it out, a step is always dealt with the same effort",
+    "plan.cost": "leave it out, documents cost the FLOPs of the model",
     "type": "optimizers are chosen by optimizer.name, sources by data.source",
     "wd": "set optimizer.weight_decay",
 }

@@ -12,7 +12,7 @@ from multipack.data.packs.loader import PackedLoader
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.documents import Documents
 from multipack.data.views.shared_prefixes import planned_items
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.readers import open_loader
 from multipack.planning.cost import CostModel
 from multipack.training.feed import checked
@@ -31,9 +31,7 @@ class PackLoaders:
         cost_model: the cost that plans balance.
     """
 
-    def __init__(
-        self, config: Config, objective: Objective, engine: ModelEngine, cost_model: CostModel
-    ) -> None:
+    def __init__(self, config: Config, objective: Objective, engine: Engine, cost_model: CostModel) -> None:
         self._config, self._objective, self._cost_model = config, objective, cost_model
         self._engine, self._mesh = engine, engine.mesh
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from multipack.data.text.data_config import DataConfig, TokenizerConfig
-from multipack.data.text.skipped import counted
 from multipack.hub import is_name, lasting_name, model_folder
-from multipack.parallel.optimizers import check_optimizer
-from multipack.parallel.parallel_config import ParallelConfig, check_readers
-from multipack.parallel.stages import fit_micro_batches
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.planning.options import PlanOptions
 from multipack.run import (
     RunDirectory,
@@ -26,16 +22,16 @@ from multipack.run import (
 )
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training.combination_checks import check_sharing
 from multipack.training.given_checks import (
     FIXED_AT_START,
     check_adapter,
+    check_adapter_words,
     check_documents_named,
     check_unchanged,
 )
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
+from multipack.words import ConfigError, flatten, given_values, merge, read_yaml
 
 
 @dataclass(frozen=True)
@@ -112,93 +108,6 @@ class Config:
         del values["attention"], values["kernels"]
         return ModelShape(**values)
 
-    def check(self, processes: int) -> None:
-        """Check combinations of settings for a number of processes. Needs no process group.
-
-        Raises:
-            ValueError: settings cannot be combined; the message names the nearest legal choice.
-        """
-        parallel, train = self.parallel, self.train
-        if self.model.architecture:
-            from multipack.training.foreign_checks import check_settings  # imports torch
-
-            check_settings(self)
-        if self.adapter.name != "none" and not self.adapter.base:
-            raise ValueError(
-                f"adapter.name={self.adapter.name} trains beside frozen weights: set train.init_from to a folder of a"
-                " Hugging Face model, a run or a checkpoint"
-            )
-        parallel.check(self.model, processes, self.plan.capacity, train.dtype, train.resume != "false")
-        self.adapter.check_blocks(self.model, parallel.tensor)
-        self._check_packs(processes)
-        self._check_slots()
-        if self.data.share_prefixes != "off":
-            check_sharing(self)
-        if self.data.stream and not train.steps:
-            raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
-        parallel.check_context(self.model.attention, train.fixed_shape)
-        check_optimizer(self.optimizer.name, parallel)
-        if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
-            raise ValueError(
-                "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
-                " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
-            )
-
-    def _check_slots(self) -> None:
-        """Check that ranks can divide the slots of packs of one shape, a multiple of `align`, evenly."""
-        align, multiple, slots = self.plan.align, self.parallel.token_multiple, self.pack_slots
-        if slots and slots % multiple:
-            both = math.lcm(align, multiple)
-            raise ValueError(
-                f"plan.align={align} leaves {slots} slots of plan.capacity={self.plan.capacity}, which parallel.context"
-                f" and parallel.tensor divide by {multiple}: use plan.capacity={max(slots // both, 1) * both}, or"
-                f" plan.align={multiple}"
-            )
-
-    def _check_packs(self, processes: int) -> None:
-        """Check that a step has a pack for every data-parallel rank, and enough packs for a resumed pipeline."""
-        parallel, ranks = self.parallel, self.parallel.data_size(processes)
-        packs = self.plan.for_ranks(ranks).packs_per_step
-        check_readers(self.data.readers, ranks)
-        saved = self.plan.packs_per_step
-        if self.train.resume != "false":
-            needed = fit_micro_batches(parallel, -(-packs // ranks)) * ranks
-            if self.plan.micro_batches and saved not in (packs, needed):
-                raise ValueError(
-                    f"plan.micro_batches={self.plan.micro_batches} on {counted(ranks, 'data-parallel ranks')} makes"
-                    f" {counted(packs, 'packs')} a step, and the steps of the resumed run have {saved}: leave it out"
-                )
-            packs = saved
-            if parallel.pipeline == 1 and ranks > packs:
-                raise ValueError(
-                    f"{ranks} data-parallel ranks cannot share the {counted(packs, 'packs')} of a step of the resumed"
-                    f" run: start at most {packs} data-parallel ranks, or a new run with train.init_from="
-                )
-        if parallel.pipeline == 1 and ranks > packs:
-            raise ValueError(
-                f"{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs: set it to at least"
-                f" {ranks} (a multiple of {ranks} keeps all of them busy)"
-            )
-        per_rank = -(-packs // ranks)
-        needed = fit_micro_batches(parallel, per_rank)
-        if self.train.resume != "false" and needed > per_rank:
-            raise ValueError(
-                f"parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
-                f" data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline="
-                f"{_shorter_pipeline(parallel, processes, packs)}"
-            )
-
-
-def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
-    """The largest smaller number of pipeline ranks for which a step has enough packs."""
-    for ranks in range(parallel.pipeline - 1, 1, -1):
-        other = replace(parallel, pipeline=ranks)
-        if processes % other.model_ranks == 0:
-            per_rank = -(-packs // other.data_size(processes))
-            if fit_micro_batches(other, per_rank) == per_rank:
-                return ranks
-    return 1
-
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
     """Build the configuration of a run from command-line words; see `multipack.words`.
@@ -214,9 +123,7 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
     words = list(words)
     # kv_heads=0 follows model.heads; the default of an instance of ModelConfig is already resolved.
     config = merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
-    for word in words if config.adapter.name == "none" else ():
-        if translate(*split(word))[0].startswith("adapter.") and not word.startswith("adapter.name"):
-            raise ConfigError(f"{word} has no effect without adapters (adapter.name=none): set adapter=lora")
+    check_adapter_words(words, config.adapter)
     return config
 
 

@@ -38,7 +38,6 @@ from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
-from multipack.training.run_cost import cost_rows
 from multipack.training.schedule import schedule_text
 from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
@@ -89,9 +88,8 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
     console.section("run", rows)
     if console.enabled:
         console.section("plan", plan_rows(run, measured))
-    predicts = run.cost_model.timed is not None and config.parallel.model_ranks == 1
     several = run.mesh.data_size > 1
-    there = {"dt_predicted": predicts, "time_spread": several, "dtc": several}
+    there = {"time_spread": several, "dtc": several}
     there["skipped"] = config.train.dtype == "fp16"
     legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
     legend |= {name: SOMETIMES[name] for name in there if there[name]}
@@ -233,7 +231,6 @@ def header_rows(run: Trainer) -> Rows:
         ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
         ("evaluation", _evaluation(run)),
         ("checkpoints", _checkpoints(config.train)),
-        *cost_rows(run.cost_model),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
         ("corpus hash", run.corpus.corpus_hash[:16]),
@@ -273,10 +270,8 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
     if adapter.format is None:
         return ""
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
-    double = adapter.format.quantizes_scales and adapter.double_quantize
-    scales = "with double quantization" if double else "with scales in fp32"
-    count = codes * adapter.format.per_byte
-    return f"; {count:,} frozen ones are in {adapter.format.title} {scales}, {frozen - count:,} are not quantized"
+    count, form = codes * adapter.format.per_byte, adapter.format.text(adapter.double_quantize)
+    return f"; {count:,} frozen ones are in {form}, {frozen - count:,} are not quantized"
 
 
 def _execution(config: Config) -> str:

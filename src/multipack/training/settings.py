@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
 from multipack.planning.options import LossWeighting
+from multipack.ranges import Amount, Count, Positive, Range, Share, check_ranges
 from multipack.training.rules import read_rule
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -17,7 +17,7 @@ TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 Choice = Literal["auto", "true", "false"]
-"""A setting that the run chooses where it is `auto`; see `resolve` in run_parts.py."""
+"""A setting that the run chooses where it is `auto`; see `resolve` in assemble.py."""
 NEW_MODEL_LR = 2e-3
 """Peak learning rate of models that start from random weights, where none is given."""
 ADAPTER_LR_SCALE = 10
@@ -28,17 +28,17 @@ ADAPTER_LR_SCALE = 10
 class TrainConfig:
     """Length, evaluation, checkpoints, precision and guards of a run."""
 
-    steps: int = 0
+    steps: Count = 0
     """Global steps; 0 = train.epochs passes over the documents."""
     epochs: float = 1.0
     """Passes over the documents, where train.steps is 0."""
-    eval_every: int = 50
+    eval_every: Count = 50
     """Steps between evaluations, each with a sample; also before the first step and at the end. 0 = never."""
-    eval_packs: int = 0
+    eval_packs: Count = 0
     """Most validation packs of an evaluation, rounded up to whole global steps; 0 = all."""
-    checkpoint_every: int = 1000
+    checkpoint_every: Count = 1000
     """Steps between checkpoints; 0 = only at the end, where a run is always saved."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep, beside the best one; 0 = all."""
     keep_best: bool = False
     """Save at every evaluation with the lowest validation loss so far; always true with train.patience."""
@@ -48,7 +48,7 @@ class TrainConfig:
     """`true` continues the run in out=; `auto` continues or starts it; or the path of a run or checkpoint."""
     loss_weighting: LossWeighting = "token"
     """Unit of the mean loss: `token` weighs targets equally, `document` documents (pieces of split ones too)."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of initial weights, document order, dropout and samples."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of forward passes; auto = bf16 on GPUs that compute it natively, else fp32."""
@@ -56,43 +56,43 @@ class TrainConfig:
     """Where to train; auto = a GPU if there is one."""
     sample_prompt: str = ""
     """Prompt of samples; empty = the beginning of a validation document."""
-    sample_tokens: int = 64
+    sample_tokens: Count = 64
     """Tokens of a sample; 0 = no samples. Runs whose ranks divide the model write none: see `multipack generate`."""
-    sample_temperature: float = 0.8
+    sample_temperature: Amount = 0.8
     """Temperature of samples; 0 = greedy."""
-    sample_top_k: int = 50
+    sample_top_k: Count = 50
     """Samples draw from this many most likely tokens; 0 = all."""
     compare_padding: Choice = "auto"
     """At the end, measure the cost of padding, in one process; auto = with data.source=stdlib."""
-    padded_batch_size: int = 8
+    padded_batch_size: Positive = 8
     """Documents in a padded batch, for the comparison with padding."""
     fixed_shape: Choice = "auto"
     """Pad every pack to plan.capacity, so that all have one shape; auto = on GPUs and, in half precision, CPUs."""
-    prefetch: int = 2
+    prefetch: Count = 2
     """Packs collated ahead in a background thread; 0 = none."""
     compile: Choice = "auto"
     """Compile every block with torch.compile: slower first steps, faster others; auto = on GPUs, where it can."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing: recompute whole blocks (full) or cheap operations (selective) in the backward pass."""
-    tiles: int = 1
+    tiles: Positive = 1
     """Pieces in which feed-forwards and the vocabulary are computed one after the other: less memory, more work."""
     deterministic: bool = False
     """Use deterministic kernels only: runs are equal bit for bit, and may be slower."""
     init_from: str = ""
     """Initial weights (and tokenizer): a run, a checkpoint, or a folder in Hugging Face's format."""
-    z_loss: float = 0.0
+    z_loss: Amount = 0.0
     """Weight of (log Σ exp logits)² in the training loss, which keeps logits small; typical: 1e-4."""
-    label_smoothing: float = 0.0
+    label_smoothing: Share = 0.0
     """Share of each target's probability that is spread over the vocabulary in training."""
-    ema_decay: float = 0.0
+    ema_decay: Share = 0.0
     """Decay of a moving average of the weights, which is saved and evaluated too; 0 = none, typical: 0.999."""
     spike: Literal["off", "skip", "stop"] = "off"
     """What to do with a step whose loss or gradient norm jumps: apply it, skip it, or stop the run."""
-    spike_factor: float = 6.0
+    spike_factor: Annotated[float, Range(above=0)] = 6.0
     """Standard deviations above the recent mean that count as a jump."""
-    patience: int = 0
+    patience: Count = 0
     """Stop after this many evaluations without a better validation loss; 0 = never."""
-    min_improvement: float = 0.0
+    min_improvement: Amount = 0.0
     """Decrease of the validation loss that counts as better."""
     profile: bool = False
     """Write a torch trace of three steps, after the first two, to the run directory, and time their communication."""
@@ -100,11 +100,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         self.resume = self.resume or "false"
-        _check(self, "train", "steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints")
-        _check(self, "train", "prefetch", "seed", "sample_tokens", "sample_temperature", "sample_top_k")
-        _check(self, "train", "z_loss", "patience", "min_improvement")
-        _check(self, "train", "padded_batch_size", "tiles", least=1)
-        _check(self, "train", "ema_decay", "label_smoothing", below=1)
+        check_ranges(self, "train.")
         if self.steps == 0 and self.epochs <= 0:
             raise ValueError("set train.steps, or train.epochs above 0")
         self.keep_best = self.keep_best or self.patience > 0
@@ -112,15 +108,13 @@ class TrainConfig:
             raise ValueError(
                 f"train.patience={self.patience} counts evaluations: set train.eval_every above 0"
             )
-        if self.spike_factor <= 0:
-            raise ValueError(f"train.spike_factor must be positive, got {self.spike_factor}")
 
 
 @dataclass
 class LogConfig:
     """What a run prints and measures."""
 
-    every: int = 10
+    every: Count = 10
     """Steps between log lines; 0 = none. metrics.jsonl has every step."""
     verbose: bool = False
     """Print everything that the run resolved, the planner's report, the legend, and all metrics of a step."""
@@ -135,7 +129,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _check(self, "log", "every")
+        check_ranges(self, "log.")
 
 
 @dataclass
@@ -152,37 +146,36 @@ class OptimizerConfig:
     """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
     reference_tokens: int = 0
     """Targets of a step that optimizer.lr was tuned for; needed by optimizer.lr_scaling."""
-    warmup_steps: float = 0.03
+    warmup_steps: Amount = 0.03
     """Steps in which the learning rate rises linearly to its peak; below 1: a share of the schedule."""
-    decay_steps: int = 0
+    decay_steps: Count = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up: cosine or linear decay to min_lr, constant, or constant with a final decay (wsd)."""
-    decay_share: float = 0.2
+    decay_share: Annotated[float, Range(above=0, most=1)] = 0.2
     """Last share of the steps, over which schedule=wsd decays."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
     """Decay of schedule=wsd: linear, or 1 - sqrt(progress), which falls fast at first."""
-    beta1: float = 0.9
+    beta1: Share = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Share = 0.95
     """Decay of the second moment."""
-    momentum: float = 0.95
+    momentum: Share = 0.95
     """Decay of Muon's momentum."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: Amount = 0.1
     """Decoupled weight decay of tensors with two or more dimensions."""
     rules: list[str] = field(default_factory=list)
     """Exceptions by globs on names of parameters or modules: `*.bias lr=2 weight_decay=0`, `blocks.0 freeze`."""
     fused: Literal["auto", "true", "false"] = "auto"
     """Fused AdamW kernel: auto = where the device has one; false = several kernels (foreach)."""
-    clip: float = 1.0
+    clip: Amount = 1.0
     """Maximum global norm of the gradient; 0 = no clipping."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _check(self, "optimizer", "clip", "weight_decay", "decay_steps", "warmup_steps")
-        _check(self, "optimizer", "lr", "min_lr", least=-math.inf)
+        check_ranges(self, "optimizer.")
         peak = NEW_MODEL_LR if self.lr < 0 else self.lr
         if self.min_lr > peak:
             raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={peak}")
@@ -195,9 +188,6 @@ class OptimizerConfig:
                 f"optimizer.decay_steps={self.decay_steps}, where the schedule ends, must exceed"
                 f" optimizer.warmup_steps={self.warmup_steps}"
             )
-        _check(self, "optimizer", "beta1", "beta2", "momentum", below=1)
-        if not 0 < self.decay_share <= 1:
-            raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")
         if self.lr_scaling != "none" and self.reference_tokens < 1:
             raise ValueError(
                 f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
@@ -261,27 +251,24 @@ class PreferenceConfig:
 
     loss: str = "auto"
     """A row of models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo, reward or kto; auto: by the data."""
-    beta: float = 0.1
+    beta: Annotated[float, Range(above=0)] = 0.1
     """Factor of rewards: with a reference, the strength of the penalty for moving away from it."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Assumed share of wrong preferences, below 0.5, of the losses sigmoid and robust; 0 = none."""
-    margin: float = 0.5
+    margin: Amount = 0.5
     """Difference of rewards that simpo asks for."""
-    sft: float = 0.0
+    sft: Amount = 0.0
     """Weight of the chosen answer's negative log-probability per token, which is added to the loss; orpo has it."""
-    desirable: float = 1.0
+    desirable: Amount = 1.0
     """Weight of desirable answers in kto."""
-    undesirable: float = 1.0
+    undesirable: Amount = 1.0
     """Weight of undesirable answers in kto."""
     reference: str = ""
     """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
 
     def __post_init__(self) -> None:
         """Check ranges, and that the loss reads what was changed; `auto` is resolved when the documents are known."""
-        if self.beta <= 0:
-            raise ValueError(f"preference.beta must be positive, got {self.beta}")
-        _check(self, "preference", "label_smoothing", below=0.5)
-        _check(self, "preference", "margin", "sft", "desirable", "undesirable")
+        check_ranges(self, "preference.")
         if self.loss == "auto":
             return
         from multipack.models.objectives import check_options, find_loss  # imports torch
@@ -290,19 +277,9 @@ class PreferenceConfig:
 
     def options(self) -> dict[str, float]:
         """Values of the settings that objectives read."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.type == "float"}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.type != "str"}
 
     def changed(self) -> dict[str, float]:
         """Those that differ from their defaults."""
         defaults = {entry.name: entry.default for entry in fields(self)}
         return {name: value for name, value in self.options().items() if value != defaults[name]}
-
-
-def _check(group: object, prefix: str, *names: str, least: float = 0, below: float = math.inf) -> None:
-    """Raise a ValueError for the first of these fields that is not in [least, below)."""
-    for name in names:
-        value = getattr(group, name)
-        if not least <= value < below:
-            bounds = [f"at least {least:g}"] if least > -math.inf else []
-            bounds += [f"below {below:g}"] if below < math.inf or not bounds else []
-            raise ValueError(f"{prefix}.{name}={value} must be {' and '.join(bounds)}")

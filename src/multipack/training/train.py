@@ -16,10 +16,11 @@ from multipack.parallel.failures import LostRank
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble, check_model, run_world
 from multipack.training.callbacks.callback import RunStopped
+from multipack.training.checks import check
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import Config
-from multipack.training.run_parts import check_model, run_world
 from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
 
@@ -62,10 +63,10 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     config = replace(config, data=config.data.dated())
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
-    config.check(ranks.size)
+    check(config, ranks.size)
     check_model(config, ranks.size, console)
     with run_world(config) as world:
-        trainer = Trainer(config, world, console, clock)
+        trainer = Trainer(assemble(config, world, console, clock), console)
         first = trainer.step
         try:
             print_header(trainer, clock() - began)
@@ -81,7 +82,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
                 step=trainer.step,
                 val_loss=trainer.val_loss,
                 stopped_by=stopped if trainer.step < trainer.steps else None,
-                comparison=_compare_padding(trainer) if compared else None,
+                comparison=_compare_padding(trainer, clock) if compared else None,
             )
             print_result(trainer, result.stopped_by, result.comparison)
         except BaseException as error:
@@ -103,11 +104,11 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
 def _error_to_raise(trainer: Trainer, error: BaseException) -> BaseException:
     """The error, which names the last checkpoint or the rank that is missing; one of several ranks is printed."""
     if not isinstance(error, RunStopped):
-        return trainer.world.report_failure(error)
+        return trainer.world.watch.report(error)
     run = trainer.run
     last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
     error = type(error)(f"{error}. Last good checkpoint: {last}").with_traceback(error.__traceback__)
-    return trainer.world.report_failure(error, one_line=True)
+    return trainer.world.watch.report(error, one_line=True)
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _closing(world: World, failure: BaseException) -> Iterator[None]:
         timer.cancel()
 
 
-def _compare_padding(trainer: Trainer) -> Comparison | None:
+def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison | None:
     """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
     settings, plan, console = trainer.config.train, trainer.feed.plan, trainer.console
     wanted = settings.compare_padding
@@ -140,7 +141,7 @@ def _compare_padding(trainer: Trainer) -> Comparison | None:
     console.line(
         "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
     )
-    size, slots, clock = settings.padded_batch_size, trainer.config.pack_slots, trainer.clock
+    size, slots = settings.padded_batch_size, trainer.config.pack_slots
     try:
         return compare_with_padding(
             trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock, pad_to=slots

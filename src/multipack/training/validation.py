@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from multipack.data.packs.loader import PackedLoader
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 
 
 class ValidationPart(NamedTuple):
@@ -39,7 +39,7 @@ class Validation:
         steps: global steps of an evaluation.
     """
 
-    def __init__(self, engine: ModelEngine, parts: list[ValidationPart], micro_batches: int) -> None:
+    def __init__(self, engine: Engine, parts: list[ValidationPart], micro_batches: int) -> None:
         self._engine, self._parts, self._micro_batches = engine, parts, micro_batches
         self.steps = sum(part.steps for part in parts)
 

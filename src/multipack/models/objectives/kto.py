@@ -3,7 +3,7 @@
 desirable     λ_D (1 − σ(β (r − z)))     r = π − ρ of the answer
 undesirable   λ_U (1 − σ(β (z − r)))     z = max(0, mean of π − ρ of mismatched answers)
 
-A mismatched answer is that of another record after the same prompt; the mean of their ratios estimates the divergence
+A mismatched answer is another record's answer after the same prompt; the mean of their ratios estimates the divergence
 of the model from the reference. It is taken over the last global step, so that a loss needs no other rank; before the
 first step it is 0, and exact. TRL takes it over the batch itself.
 """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.state import local
 from multipack.training.callbacks.callback import Callback, Fill
 from multipack.training.callbacks.gradients import trainable
@@ -37,7 +37,7 @@ class MovingAverage(Callback):
         self._means: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
         """Add the weights to the average, unless the step was skipped."""
         if not applied:
             return
@@ -48,12 +48,12 @@ class MovingAverage(Callback):
         if means:  # a frozen pipeline stage has none
             torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
 
-    def weight_sets(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+    def weight_sets(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """The average, once there is one."""
         return [(self.suffix, self._swapped(engine))] if self.steps else []
 
     @contextmanager
-    def _swapped(self, engine: ModelEngine) -> Iterator[None]:
+    def _swapped(self, engine: Engine) -> Iterator[None]:
         """The model has the average as its weights; on exit its own, bit for bit."""
         weights = trainable(engine)
         means = self._local_means(weights)
@@ -79,7 +79,7 @@ class MovingAverage(Callback):
         """The averages by parameters' names; empty before the first applied step."""
         return dict(self._means)
 
-    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: ModelEngine) -> None:
+    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: Engine) -> None:
         """See `Callback`; averages are distributed as the weights are.
 
         Raises:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.parallel.state import StateSource
 
 Fill = Callable[[Mapping[str, Tensor]], None]
@@ -48,7 +48,7 @@ class Callback:
     def before_step(self, step: int) -> None:
         """Called before the batches of `step` (from 1) are fetched."""
 
-    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
+    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
         """Called after the backward pass of each micro-batch except the last: gradients are not yet synchronized.
 
         Args:
@@ -59,7 +59,7 @@ class Callback:
             whole: the step's denominator.
         """
 
-    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """Called with the complete, unclipped gradient of the step. Returns metrics for the step's record."""
         return {}
 
@@ -71,7 +71,7 @@ class Callback:
         """
         return True
 
-    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
         """Called after the optimizer, or after the step was skipped."""
 
     def record(self, values: Mapping[str, float]) -> None:
@@ -80,7 +80,7 @@ class Callback:
     def sample(self, step: int, text: str) -> None:
         """Called with the generated text of an evaluation; on rank 0 only."""
 
-    def weight_sets(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+    def weight_sets(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """Further weights to evaluate: pairs of a suffix for `val_loss` and a context in which the model has them."""
         return []
 
@@ -101,7 +101,7 @@ class Callback:
         """Tensors for a checkpoint."""
         return {}
 
-    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: ModelEngine) -> None:
+    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: Engine) -> None:
         """Restore what `tensors()` returned.
 
         Args:
@@ -169,7 +169,7 @@ class Callbacks:
             for name, tensor in callback.tensors().items()
         }
 
-    def load_all_tensors(self, source: StateSource, engine: ModelEngine) -> None:
+    def load_all_tensors(self, source: StateSource, engine: Engine) -> None:
         """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
         saved = source.shapes("callbacks")
         for callback in self._all:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.training.callbacks.callback import Callback
 
 
-def trainable(engine: ModelEngine) -> dict[str, Tensor]:
+def trainable(engine: Engine) -> dict[str, Tensor]:
     """This rank's parameters that are trained, by name."""
     return {name: tensor for name, tensor in engine.parameters.items() if tensor.requires_grad}
 
@@ -32,7 +32,7 @@ class LayerNorms(Callback):
     }
 
     @torch.no_grad()
-    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """See `Callback`."""
         gradients = engine.squared_norms(engine.gradients())
         weights = engine.squared_norms({name: engine.parameters[name] for name in engine.gradients()})
@@ -89,7 +89,7 @@ class GradientNoise(Callback):
         self._small = None
 
     @torch.no_grad()
-    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
+    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
         """Measure the small batch: the gradient of this rank's first micro-batch."""
         if index:
             return
@@ -100,7 +100,7 @@ class GradientNoise(Callback):
             self._small = (_squared_norm(engine), 1.0 / (scale * own) ** 2, 1.0 / own)
 
     @torch.no_grad()
-    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """Update the moving averages."""
         assert self._small is not None, "ranks have two micro-batches or more"
         square, factor, inverse = self._small
@@ -130,7 +130,7 @@ class GradientNoise(Callback):
         return trace / square if min(trace, square) > 0 else None
 
 
-def _squared_norm(engine: ModelEngine) -> Tensor | float:
+def _squared_norm(engine: Engine) -> Tensor | float:
     """Squared norm of this rank's gradient, on its device, computed in float32 or wider and summed in float64."""
     gradients = list(engine.gradients().values())
     if not gradients:

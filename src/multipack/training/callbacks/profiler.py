@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import Engine
 from multipack.training.callbacks.callback import Callback
 
 SKIP_STEPS = 2
@@ -93,7 +93,7 @@ class Trace(Callback):
         )
         self._profiler.start()
 
-    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
         """Advance the profiler's schedule."""
         if self._profiler is not None:
             self._profiler.step()

@@ -1,30 +1,44 @@
-"""Builds the parts of a run from its configuration, for `Trainer`."""
+"""Builds the parts of a run, phase by phase; training and evaluation share the phases.
+
+    settings ─▶ Opening: ranks, run directory, checkpoint ─▶ documents
+             ─▶ Start: shape and first weights ─▶ OpenModel: resolved settings, objective, engine
+             ─▶ Feeds: packs of steps and evaluations ─▶ callbacks, files ─▶ Parts
+
+A phase returns a frozen object with the notes that it has for the header of the run. Settings are resolved once, by
+`open_model`, and the phases after it read its `config`.
+"""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from multipack.data.text.tokenizer import Tokenizer
+from multipack.data.text.vocabularies import read_text
 from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
-from multipack.parallel.engine import ModelEngine
-from multipack.parallel.mesh import Mesh
+from multipack.models.foreign import open_foreign
+from multipack.parallel.engine import Engine
+from multipack.parallel.joining import connected
+from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
-from multipack.reports.console import Console, Detail
-from multipack.run import RunDirectory, find_run
+from multipack.reports.console import PLANNING, Console, Detail
+from multipack.run import RunDirectory, find_run, unused_folder
 from multipack.shapes import ModelShape
-from multipack.training.blueprint import check_first_stage
+from multipack.training.blueprint import check_first_stage, open_engine
 from multipack.training.callbacks.averaging import MovingAverage
-from multipack.training.callbacks.callback import Callback
+from multipack.training.callbacks.callback import Callback, Callbacks
 from multipack.training.callbacks.early_stopping import EarlyStopping
 from multipack.training.callbacks.gradients import GradientNoise, LayerNorms
 from multipack.training.callbacks.profiler import Trace
@@ -32,15 +46,125 @@ from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
-from multipack.training.foreign_checks import check_same_code
-from multipack.training.objective import Objective
+from multipack.training.foreign_checks import FOREIGN_NOTES, check_corpus, check_isolated, check_same_code
+from multipack.training.frozen_files import check_base
+from multipack.training.objective import Objective, objective_of
 from multipack.training.pack_loaders import PackLoaders
 from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config, saved_shape
+from multipack.training.run_files import RunFiles
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
+from multipack.training.source_files import chat_template_of, outside_template, source_files
 from multipack.training.validation import Validation
-from multipack.training.weights import TrainedWeights, trained_shape
+from multipack.training.weights import Reader, TrainedWeights, adapt_weights, find_weights, trained_shape
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Where a run takes place.
+
+    Attributes:
+        config: the settings, with the run directory and the day on which the run starts, equal on all ranks.
+        run: the run directory.
+        resumed: the checkpoint that the run resumes from; None = a new run.
+        mesh: the ranks.
+    """
+
+    config: Config
+    run: RunDirectory
+    resumed: Checkpoint | None
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a run starts with.
+
+    Attributes:
+        shape: of the model to train.
+        weights: reads its first weights, or those under its adapters; None = they are drawn, or in the checkpoint.
+        folder: the checkpoint or folder whose small files and chat template the run keeps; None = there is none.
+        base_hash: of the files of frozen weights under adapters; empty without adapters.
+        notes: for the header of the run.
+    """
+
+    shape: ModelShape
+    weights: Reader | None
+    folder: Path | None
+    base_hash: str
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model that is ready to be trained or evaluated.
+
+    Attributes:
+        config: the settings, with everything resolved that they leave to the run.
+        objective: what is trained, on which documents.
+        shape: of the model.
+        cost_model: the cost that plans balance, and FLOPs.
+        engine: this rank's part of the model.
+        notes: for the header of the run.
+    """
+
+    config: Config
+    objective: Objective
+    shape: ModelShape
+    cost_model: CostModel
+    engine: Engine
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a run, for `Trainer`; nothing was written yet.
+
+    Attributes:
+        opening: ranks, run directory, checkpoint.
+        model: settings, objective and engine.
+        feeds: packs of steps and of evaluations.
+        callbacks: in the order in which they are called.
+        files: writes the files of the run.
+        notes: of all phases, for the header of the run.
+    """
+
+    opening: Opening
+    model: OpenModel
+    feeds: Feeds
+    callbacks: Callbacks
+    files: RunFiles
+    notes: list[str]
+
+
+def assemble(config: Config, world: World, console: Console, clock: Callable[[], float]) -> Parts:
+    """Build all parts of a run; collective.
+
+    Raises:
+        ValueError: the configuration does not fit the documents, the device or the saved run.
+        FileExistsError: the run directory holds another run.
+    """
+    opening = open_run(config, world)
+    config, mesh, resumed = opening.config, opening.mesh, opening.resumed
+    corpus = read_documents(config, mesh, console)
+    start = find_start(config, corpus, resumed, world)
+    template = chat_template_of(corpus, start.folder)
+    model = open_model(config, corpus, start, mesh, clock, resumed)
+    config, engine = model.config, model.engine
+    with console.notice(PLANNING):
+        feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
+    # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
+    torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
+    callbacks = build_callbacks(config, world, opening.run, console.line)
+    source, foreign = source_files(start.folder, corpus.tokenizer), config.model.architecture
+    if foreign:  # what `model=` names, not `train.init_from`
+        source["config.json"] = read_text(Path(model.shape.architecture) / "config.json")
+    files = RunFiles(opening.run, world, config, corpus, template, source, console.line)
+    notes = [*model.notes, *outside_template(config, corpus, template), *start.notes]
+    if config.train.eval_every and config.train.sample_tokens and not (engine.is_whole or foreign):
+        notes.append("no samples, because no rank holds the whole model: use `multipack generate RUN`")
+    return Parts(opening, model, feeds, Callbacks(callbacks), files, [*notes, *feeds.notes])
 
 
 @contextmanager
@@ -89,13 +213,21 @@ def check_model(config: Config, processes: int, console: Console) -> None:
         check_first_stage(config, shape)
 
 
-def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run directory, and the checkpoint that the run resumes from; None = the run starts with step 1.
+def open_run(config: Config, world: World) -> Opening:
+    """Find the run directory, the checkpoint that the run resumes from, and the mesh of ranks; collective.
 
     Raises:
         FileExistsError: the directory of a new run is not empty.
         ValueError: the checkpoint is damaged, or all are missing.
     """
+    out = world.from_main(config.out or str(unused_folder()))
+    day = world.from_main(config.data.dated().template_date)  # ranks may begin on both sides of midnight
+    config = replace(config, out=out, data=replace(config.data, template_date=day))
+    run, checkpoint = _find_run(config, world)
+    return Opening(config, run, checkpoint, build_mesh(config.parallel, world))
+
+
+def _find_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | None]:
     if config.train.resume == "false":
         run = RunDirectory(config.out)
         world.on_main(run.check_free)
@@ -152,6 +284,71 @@ def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     if prompt and not corpus.tokenizer.encode(prompt):
         raise ValueError(f"train.sample_prompt={prompt!r} has no tokens")
     return corpus
+
+
+def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world: World) -> Start:
+    """Find the weights that a run starts with, and check its model; collective.
+
+    Raises:
+        ValueError: weights or model do not suit the documents, the settings or the saved run.
+    """
+    setting, path, base_hash = "train.init_from", config.train.init_from if resumed is None else "", ""
+    if config.adapter.name != "none":  # frozen weights are in no checkpoint
+        setting, path = "adapter.base", config.adapter.base
+        base_hash = check_base(config.adapter, world)
+    foreign, checkpoint = bool(config.model.architecture), resumed.path if resumed else None
+    initial = find_weights(model_folder(path, setting), world=world, foreign=foreign) if path else None
+    objective, tokenizer = objective_of(config, corpus), corpus.tokenizer
+    shape = objective.shape(shape_of(config, tokenizer, initial, checkpoint))
+    folder, notes = checkpoint, list[str]()
+    weights: Reader | None = None
+    if initial is not None:
+        objective.shape(initial.shape)
+        weights, note = adapt_weights(initial, shape, tokenizer)
+        folder, notes = folder or initial.folder, [note] if resumed is None else []
+    if foreign:
+        folder = folder or Path(config.model.architecture)
+        check_corpus(shape, corpus)
+        world.on_main(lambda: check_isolated(shape, world.device, config.data.share_prefixes != "off"))
+        notes += FOREIGN_NOTES
+        if initial is None and resumed is None:
+            weights = open_foreign(shape, config.train.seed)
+    return Start(shape, weights, folder, base_hash, notes)
+
+
+def open_model(
+    config: Config,
+    corpus: Corpus,
+    start: Start,
+    mesh: Mesh,
+    clock: Callable[[], float],
+    resumed: Checkpoint | None = None,
+) -> OpenModel:
+    """Resolve the settings, and open the engine of the model that they describe; collective.
+
+    Raises:
+        ValueError: settings do not suit the documents, the device or the ranks.
+    """
+    packs, notes = packs_per_step(config, mesh)
+    config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
+    config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
+    objective, dtype = objective_of(config, corpus), DTYPES[config.train.dtype]
+    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
+    cost_model = run_cost(config, start.shape, resumed)
+    return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
+
+
+def run_cost(config: Config, shape: ModelShape, checkpoint: Checkpoint | None = None) -> CostModel:
+    """The cost that a run plans with: FLOPs of its shape and of what is trained.
+
+    Runs with adapters of earlier versions were planned as if all matrices were trained: resumed ones keep that plan.
+    """
+    adapter = config.adapter if config.adapter.name != "none" else None
+    cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)
+    saved = checkpoint.progress.get("data") if checkpoint else None
+    options = saved.get("options") if isinstance(saved, dict) else None
+    was_whole = isinstance(options, dict) and options.get("cost") == whole.key()
+    return replace(whole, adapter=adapter) if was_whole else cost
 
 
 def shape_of(
@@ -232,11 +429,6 @@ def resolve(
     optimizer, data = config.optimizer, config.data
     train, notes = device_settings(config, world)
     if train.eval_every and data.validation == 0 and not data.validation_sets:
-        if train.patience:
-            raise ValueError(
-                f"train.patience={train.patience} counts evaluations, and data.validation=0 keeps no documents for"
-                " them: set data.validation=0.1, or leave train.patience out"
-            )
         train = replace(train, eval_every=0)
         notes.append("data.validation=0: there are no evaluations")
     if optimizer.lr < 0:
@@ -283,14 +475,12 @@ class Feeds:
 
     def __init__(
         self,
-        config: Config,
-        objective: Objective,
-        engine: ModelEngine,
-        cost_model: CostModel,
+        model: OpenModel,
         console: Console,
         clock: Callable[[], float],
         resumed: Path | None = None,
     ) -> None:
+        config, objective, engine, cost_model = model.config, model.objective, model.engine, model.cost_model
         corpus, train = objective.corpus, config.train
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
@@ -327,12 +517,12 @@ class Feeds:
 
 
 def build_callbacks(
-    config: Config, world: World, run: RunDirectory, micro_batches: int, report: Callable[[str], None]
+    config: Config, world: World, run: RunDirectory, report: Callable[[str], None]
 ) -> list[Callback]:
     """The callbacks that settings enable, in the order in which they are called.
 
     Raises:
-        ValueError: a callback does not suit the run, or a tracker's package is missing.
+        ValueError: a tracker's package is missing.
     """
     train, log, track = config.train, config.log, config.track
     callbacks: list[Callback] = []
@@ -341,11 +531,6 @@ def build_callbacks(
     if log.layer_norms:
         callbacks.append(LayerNorms())
     if log.gradient_noise:
-        if micro_batches < 2:
-            raise ValueError(
-                f"log.gradient_noise=true compares a micro-batch with its step, but each rank has {micro_batches} per"
-                " step: set plan.packs_per_step to at least twice the number of processes"
-            )
         callbacks.append(GradientNoise())
     if train.spike != "off":
         callbacks.append(SpikeGuard(train.spike, train.spike_factor, report))

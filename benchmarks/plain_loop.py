@@ -1,13 +1,15 @@
 """A plain training loop for GPT-2, as most people begin: rows of one length cut from a stream of tokens.
 
-No documents, no packs and nothing of multipack: torch's causal attention over (rows, 1024) tokens, bf16 autocast, the
-model compiled whole, fused AdamW, gradient clipping, gradient accumulation. Documents of a row see each other.
+No documents, no packs and nothing of multipack: torch's causal attention over (rows, length) tokens, autocast, fused
+AdamW, gradient clipping, gradient accumulation. Documents of a row see each other.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -70,39 +72,58 @@ class PlainModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def train_plainly(stream: np.ndarray, sizes: Sizes, device: str, steps: int, skipped: int) -> float:
-    """Tokens per second of the steps after the first `skipped`."""
+def train_plainly(
+    stream: np.ndarray,
+    sizes: Sizes,
+    device: str,
+    dtype: torch.dtype,
+    rate: Callable[[int], float] = lambda step: 6e-4,
+    compiled: bool = False,
+) -> Iterator[PlainModel]:
+    """Train without end on rows drawn from a stream of tokens; yields the model after every step.
+
+    Args:
+        stream: (tokens,).
+        sizes: of the model and of a step.
+        device: where it computes.
+        dtype: of matrix products.
+        rate: step, from 0 → its learning rate.
+        compiled: whether the model is compiled whole.
+    """
     torch.manual_seed(0)
     model = PlainModel(sizes).to(device)
-    call = torch.compile(model) if device == "cuda" else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    call = torch.compile(model) if compiled else model
+    fused = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     draw = np.random.default_rng(0)
-
-    def batch() -> tuple[Tensor, Tensor]:
-        starts = draw.integers(0, len(stream) - sizes.row - 1, sizes.rows)
-        rows = torch.from_numpy(np.stack([stream[start : start + sizes.row + 1] for start in starts])).long()
-        rows = rows.pin_memory().to(device, non_blocking=True) if device == "cuda" else rows
-        return rows[:, :-1], rows[:, 1:]
-
-    def wait() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    began, following = wait(), batch()
-    for step in range(steps):
-        if step == skipped:
-            began = wait()
+    following = rows_of(stream, sizes, device, draw)
+    for step in count():
+        for group in fused.param_groups:
+            group["lr"] = rate(step)
         for _ in range(sizes.micro_batches):
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
                 loss = call(*following) / sizes.micro_batches
-            following = batch()  # while the device computes
+            following = rows_of(stream, sizes, device, draw)  # while the device computes
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        fused.step()
+        fused.zero_grad(set_to_none=True)
         if step % 10 == 0:
             loss.item()
-    return (steps - skipped) * sizes.micro_batches * sizes.rows * sizes.row / (wait() - began)
+        yield model
+
+
+def rows_of(
+    stream: np.ndarray, sizes: Sizes, device: str, draw: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """(rows, length) tokens from random places of a stream, and the tokens that follow them."""
+    starts = draw.integers(0, len(stream) - sizes.row - 1, sizes.rows)
+    rows = torch.from_numpy(np.stack([stream[start : start + sizes.row + 1] for start in starts])).long()
+    rows = rows.pin_memory().to(device, non_blocking=True) if device == "cuda" else rows
+    return rows[:, :-1], rows[:, 1:]
+
+
+def wait(device: str) -> float:
+    """Seconds on the wall, once the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -7,7 +7,8 @@ from typing import Any
 
 from multipack.imports import key_rules as rules
 from multipack.imports import models
-from multipack.imports.outcome import NOTHING, Honored, Rule
+from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of
+from multipack.names_elsewhere import HUGGING_FACE
 
 DEFAULTS: dict[str, Any] = {
     "plan.capacity": 512,
@@ -21,29 +22,13 @@ DEFAULTS: dict[str, Any] = {
 """Settings whose defaults differ → Axolotl's defaults."""
 
 RENAMED: dict[str, tuple[str, type]] = {
-    "sequence_len": ("plan.capacity", int),
-    "num_epochs": ("train.epochs", float),
-    "max_steps": ("train.steps", int),
-    "learning_rate": ("optimizer.lr", float),
+    **HUGGING_FACE,
     "weight_decay": ("optimizer.weight_decay", float),
-    "max_grad_norm": ("optimizer.clip", float),
-    "adam_beta1": ("optimizer.beta1", float),
-    "adam_beta2": ("optimizer.beta2", float),
-    "adam_epsilon": ("optimizer.eps", float),
-    "warmup_ratio": ("optimizer.warmup_steps", float),
     "warmup_steps": ("optimizer.warmup_steps", float),
     "label_smoothing_factor": ("train.label_smoothing", float),
     "seed": ("train.seed", int),
-    "output_dir": ("out", str),
-    "save_steps": ("train.checkpoint_every", int),
-    "save_total_limit": ("train.keep_checkpoints", int),
-    "eval_steps": ("train.eval_every", int),
     "early_stopping_patience": ("train.patience", int),
     "load_best_model_at_end": ("train.keep_best", bool),
-    "logging_steps": ("log.every", int),
-    "lora_r": ("adapter.rank", int),
-    "lora_alpha": ("adapter.alpha", float),
-    "lora_dropout": ("adapter.dropout", float),
     "peft_use_rslora": ("adapter.rank_stabilized", bool),
     "train_on_inputs": ("data.train_on_prompt", bool),
     "dataset_exact_deduplication": ("data.dedup", bool),
@@ -255,15 +240,13 @@ CANNOT: dict[str, str] = {
 }
 """Keys → what has no equivalent."""
 
-
-def table() -> dict[str, Rule]:
-    """Key → its rule, of all known keys."""
-    found: dict[str, Rule] = {name: partial(rules.renamed, *target) for name, target in RENAMED.items()}
-    found |= dict.fromkeys((*NO_EFFECT, *READ_WITH), lambda value, keys: NOTHING)
-    for rule, texts in ((rules.noted, NOTED), (rules.cannot, CANNOT)):
-        found |= {name: partial(rule, text) for names, text in texts.items() for name in names.split()}
-    return found | FUNCTIONS
-
-
-RULES = table()
-"""Key → rule."""
+TOOL = Tool(
+    name="Axolotl",
+    is_own=lambda keys: keys.get("base_model") and (keys.get("datasets") or keys.get("pretraining_dataset")),
+    needs="base_model and datasets",
+    rules=rules_of(RENAMED, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
+    defaults=DEFAULTS,
+    false=frozenset({"shuffle_merged_datasets"}),
+    trackers=TRACKERS,
+    read_with=READ_WITH,
+)

@@ -1,0 +1,57 @@
+"""Ranges of numbers, declared with the field of a dataclass: `steps: Annotated[int, Range(0)] = 0`.
+
+`check_ranges` holds a group of settings to them, and `multipack.words` prints them with the settings.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """The legal values of a number: from `least`, above `above`, up to `most`, below `below`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound))
+
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+Amount = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, below=1)]
+
+
+@cache
+def ranges_of(schema: type) -> dict[str, Range]:
+    """Name of a field → its range, of those that have one."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    found = {
+        name: [each for each in typing.get_args(hint) if isinstance(each, Range)]
+        for name, hint in hints.items()
+    }
+    return {name: ranges[0] for name, ranges in found.items() if ranges}
+
+
+def check_ranges(group: Any, prefix: str = "") -> None:
+    """Check the fields of a dataclass, whose settings are called `prefix` and the field's name.
+
+    Raises:
+        ValueError: a number is outside its range.
+    """
+    for name, legal in ranges_of(type(group)).items():
+        if (value := getattr(group, name)) not in legal:
+            raise ValueError(f"{prefix}{name}={value} must be {legal}")

@@ -1,0 +1,81 @@
+"""The rules on settings, asked as functions: every row of the table refuses, and names its setting."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from multipack.training import checks
+from multipack.training.checks import check, check_kind
+from multipack.training.objective import Objective, Preferences
+from multipack.training.run_config import compose
+
+SHARED = "data=jsonl data.path=x data.share_prefixes=all"
+REFUSED = [
+    ("adapter=lora", 1, "adapter.name=lora"),
+    ("data=store data.path=x data.stream=true", 1, "train.steps"),
+    ("train.patience=2 data.validation=0", 1, "train.patience=2"),
+    ("parallel.context=2 parallel.context_method=planned model.attention=loop", 2, "model.attention=loop"),
+    ("parallel.context_slack=0.1 train.fixed_shape=true", 1, "parallel.context_slack=0.1"),
+    (f"{SHARED} parallel.context=2 parallel.context_method=planned", 2, "parallel.context_method=planned"),
+    (f"{SHARED} model.rope_type=dynamic model.rope_factor=2 model.context=64", 1, "model.rope_type=dynamic"),
+    (f"{SHARED} plan.align=8", 1, "plan.align=8"),
+    ("log.gradient_noise=true parallel.data=zero3", 2, "log.gradient_noise=true"),
+    ("log.gradient_noise=true plan.packs_per_step=1", 1, "plan.packs_per_step"),
+    ("plan.packs_per_step=2", 3, "plan.packs_per_step=2"),
+    ("data.readers=4", 2, "data.readers=2"),
+    ("parallel.tensor=2 plan.align=5 plan.capacity=256 train.fixed_shape=true", 2, "plan.align=2"),
+    ("optimizer.name=adamw_4bit_ao parallel.data=zero3", 2, "optimizer.name=adamw_4bit_ao"),
+]
+"""Words, number of processes, and a part of the message: the setting."""
+OF_KINDS = [
+    ("data.share_prefixes=pairs data=jsonl data.path=x", "documents", "data.share_prefixes=pairs"),
+    ("preference.beta=0.5", "documents", "preference."),
+    ("parallel.pipeline=2", "pairs", "parallel.pipeline=2"),
+    ("parallel.context=2", "labels", "parallel.context=2"),
+    ("train.compare_padding=true", "pairs", "train.compare_padding=true"),
+    ("train.label_smoothing=0.1", "pairs", "train.label_smoothing=0.1"),
+    ("train.z_loss=1e-4", "labels", "train.z_loss=0.0001"),
+]
+
+
+@pytest.mark.parametrize(("words", "processes", "named"), REFUSED)
+def test_settings_that_cannot_be_combined(words, processes, named):
+    config = compose(["model=tiny", *words.split()])
+    with pytest.raises(ValueError, match=re.escape(named)):
+        check(config, processes)
+
+
+@pytest.mark.parametrize(("words", "kind", "named"), OF_KINDS)
+def test_settings_that_are_not_for_these_documents(words, kind, named):
+    config = compose(["model=tiny", *words.split()])
+    with pytest.raises(ValueError, match=re.escape(named)):
+        check_kind(config, kind)
+    for other in {"documents", "pairs", "labels"} - (
+        {"documents"} if kind == "documents" else {"pairs", "labels"}
+    ):
+        check_kind(config, other)
+
+
+def test_a_head_of_scores_is_not_divided():
+    config = compose(["parallel.tensor=2", "preference.loss=reward"])
+    check_kind(config, "pairs")
+    with pytest.raises(ValueError, match=r"parallel\.tensor=2 .*preference\.loss=reward"):
+        check_kind(config, "pairs", reads_values=True)
+
+
+def test_every_name_in_a_message_is_there():
+    """Of all rows, whether they apply or not."""
+    facts = checks._facts(compose([]), kind="pairs", **checks._facts_of_ranks(compose([]), 1))
+    for rule in (*checks.RULES, *checks.OF_RANKS, *checks.OF_KINDS):
+        if "rotation_limit" not in rule.message:  # of models that have one
+            assert rule.message.format_map(vars(facts))
+
+
+def test_objectives_ask_for_their_kind():
+    with pytest.raises(ValueError, match=r"preference\."):
+        Objective(compose(["preference.beta=0.5"]), None)
+    for kind in ("pairs", "labels"):
+        corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(kind=kind)))
+        with pytest.raises(ValueError, match=r"train\.z_loss"):
+            Preferences(compose(["train.z_loss=1e-4"]), corpus)
