@@ -174,7 +174,7 @@ def passes(folder: Path, kind: str, lines: int, vocabulary_size: int) -> dict[st
         alone["tokenized"] += time.process_time() - begun
     corpus = [part.text for document in source for part in document.parts if not part.is_special]
     begun = time.process_time()
-    train_bpe(iter(corpus), vocabulary_size, source.records.special_tokens)
+    train_bpe(iter(corpus), vocabulary_size, source.find_form().special_tokens)
     alone["read"] = time.process_time() - begun
     for name, seconds in alone.items():
         found[name]["library_seconds"] = seconds

@@ -97,7 +97,7 @@ def build(processes: int, words: list[str], items: str = "") -> None:
     config = compose(words)
     check(config, processes)
     check_model(config, processes, Console(0))
-    store = SimpleNamespace(has_pairs=bool(items), has_labels=items == LABELS)
+    store = SimpleNamespace(kind="labels" if items == LABELS else "pairs")
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
     objective = (Preferences if items else Objective)(config, corpus)
     if processes > 1 or config.parallel.offload != "none":

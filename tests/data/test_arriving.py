@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multipack.data.stores.writer import StoreWriter
-from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from growing import Rows, complete, reopen, write_shard
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.data.views import arriving as room
 from multipack.data.views.arriving import HEAD, GrowingFolder, StreamedRecords, StreamInterrupted
 from multipack.data.views.corpus import Corpus, load_corpus
@@ -26,29 +26,19 @@ def shown(arriving, items):
 
 
 def validation_names(arriving):
-    return [arriving.validation.names(number) for number in range(len(arriving.validation))]
+    return [arriving.validation.name(number) for number in range(len(arriving.validation))]
 
 
 # --- growing stores -----------------------------------------------------------------------------------
 
 
-def write_shard(path, number, lengths, **options):
-    """Write the next shard of a store that grows."""
-    writer = StoreWriter(path, byte_tokenizer(), **options).__enter__()
+def write(path, number, lengths, **options):
+    """Write shard `number` of documents of these lengths."""
+    documents = []
     for document, length in enumerate(lengths):
         tokens = [(60 * number + document + i) % 3 for i in range(length)]
-        writer.add(f"doc{number}.{document}", [(tokens[:1], False), (tokens[1:], True)])
-    writer.end_shard()
-
-
-def complete(path):
-    with StoreWriter(path, byte_tokenizer()):
-        pass
-
-
-def reopen(path):
-    """Remove the last shard, which `complete` adds to three others."""
-    (path / "shard-0000-00003.safetensors").unlink()
+        documents.append((f"doc{number}.{document}", [(tokens[:1], False), (tokens[1:], True)]))
+    write_shard(path, documents, **options)
 
 
 @pytest.fixture
@@ -56,7 +46,7 @@ def folder(tmp_path):
     """A complete store with three shards of 20 documents."""
     path = tmp_path / "shards"
     for number in range(3):
-        write_shard(path, number, LENGTHS[20 * number : 20 * number + 20])
+        write(path, number, LENGTHS[20 * number : 20 * number + 20])
     complete(path)
     return path
 
@@ -89,7 +79,7 @@ def test_a_growing_store_gives_the_documents_of_a_complete_one(folder, follow, t
     def grow():
         for number in range(3):
             time.sleep(0.05)
-            write_shard(path, number, LENGTHS[20 * number : 20 * number + 20])
+            write(path, number, LENGTHS[20 * number : 20 * number + 20])
         time.sleep(0.05)
         complete(path)
 
@@ -125,7 +115,7 @@ def test_documents_behind_a_saved_position_do_not_change(folder, follow, tmp_pat
     list(itertools.islice(first, taken))
     state = json.loads(json.dumps(first.state_dict()))
     for number in range(3):
-        write_shard(tmp_path / "other", number, LENGTHS[20 * number : 20 * number + 20] + (number == changed))
+        write(tmp_path / "other", number, LENGTHS[20 * number : 20 * number + 20] + (number == changed))
     name = f"shard-0000-{changed:05}.safetensors"
     (folder / name).write_bytes((tmp_path / "other" / name).read_bytes())
     if refused:
@@ -137,7 +127,7 @@ def test_documents_behind_a_saved_position_do_not_change(folder, follow, tmp_pat
 
 def test_a_store_of_another_source_is_another_stream(follow, tmp_path):
     for key in ("a", "b"):
-        write_shard(tmp_path / key, 0, LENGTHS, key=key)
+        write(tmp_path / key, 0, LENGTHS, key=key)
     state = follow(tmp_path / "a").state_dict()
     with pytest.raises(ValueError, match="another stream"):
         follow(tmp_path / "b").load_state_dict(state)
@@ -152,7 +142,7 @@ def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
     assert len(trained) == 56
     assert validation_names(follow(folder, validation=0.2)) == held
     assert validation_names(follow(folder, validation=0.2, split_seed=1)) != held
-    write_shard(tmp_path / "large", 0, [3] * (HEAD + 1000))
+    write(tmp_path / "large", 0, [3] * (HEAD + 1000))
     complete(tmp_path / "large")
     arriving = follow(tmp_path / "large", validation=0.5)
     assert len(arriving.validation) == HEAD // 2
@@ -182,12 +172,12 @@ def test_waiting_can_be_interrupted(folder, follow):
 
 
 def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_path):
-    write_shard(tmp_path / "stretch", 0, [50], split_by="position")
+    write(tmp_path / "stretch", 0, [50], split_by="position")
     with pytest.raises(ValueError, match="one stream of text"):
         follow(tmp_path / "stretch")
     with pytest.raises(ValueError, match=r"document \d+ \(doc0\.\d+\) has \d+ tokens.* limit of 8"):
         list(follow(folder, limit=8))
-    write_shard(tmp_path / "one", 0, [5])
+    write(tmp_path / "one", 0, [5])
     with pytest.raises(ValueError, match=r"data\.validation=0\.5: 1 document of .*cannot be split"):
         follow(tmp_path / "one", validation=0.5)
     state = follow(folder).state_dict()
@@ -233,24 +223,6 @@ def records():
     return [{"prompt": f"Q{number}:", "completion": text} for number, text in enumerate(texts)]
 
 
-class Rows:
-    """Records with a state, as streamed data sets have; counts how many were read."""
-
-    def __init__(self, rows):
-        self.rows, self.next, self.read = rows, 0, 0
-
-    def __iter__(self):
-        while self.next < len(self.rows):
-            self.read, self.next = self.read + 1, self.next + 1
-            yield self.rows[self.next - 1]
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
 @pytest.fixture
 def stream(config, small_chunks):
     def make(rows=None, limit=64, tokenizer="byte", **fields):
@@ -293,7 +265,7 @@ def test_records_resume_exactly(stream, stop):
     second.load_state_dict(state)
     next(iter(second), None)
     if stop > 30:  # the current chunk, possibly the next one, and no record before
-        assert second.opened[-1].read <= 16
+        assert second.opened[-1].taken <= 16
     second.load_state_dict(state)
     assert head + list(second) == whole
     list(first)

@@ -54,7 +54,7 @@ def test_preference_pairs(config, text_file):
     assert (len(corpus.train), len(corpus.validation)) == (18, 2)
     assert corpus.skipped[0].startswith("1 pair with an empty answer: ")
     assert all(prompt.startswith("Q") for prompt in corpus.prompts)
-    chosen, rejected = corpus.train.pair(0)
+    chosen, rejected = corpus.train.members(0)
     assert chosen.tokens.tolist() == [*b"Q2\ngoodgood", 256]
     assert rejected.tokens.tolist() == [*b"Q2\nbad", 256]
 
@@ -69,7 +69,7 @@ def test_weights_are_kept_by_store_and_views(config, text_file):
     assert whole.train.weights is None
     assert whole.corpus_hash != corpus.corpus_hash
     for view in (corpus.train, corpus.validation):  # a piece has the weight of its document
-        expected = [int(view.names(n).split(":")[1].split()[0]) % 3 for n in range(len(view))]
+        expected = [int(view.name(n).split(":")[1].split()[0]) % 3 for n in range(len(view))]
         assert view.weights.tolist() == [(each - 1) % 3 for each in expected]
         assert [view[n].weight for n in range(len(view))] == view.weights.tolist()
     halves = [TokenStore(corpus.store_path), whole.train.store]
@@ -250,7 +250,7 @@ def test_validation_documents_come_from_files_of_their_own(config, pairs, text_f
     assert (len(corpus.train), len(corpus.validation)) == (20, 5)
     assert [text[:2] for text in texts(corpus.validation)] == ["V0", "V1", "V2", "V3", "V4"]
     assert corpus.sources == (("a.jsonl", 2), ("b.jsonl", 3))
-    assert corpus.validation.names(4) == "b.jsonl: b.jsonl:3"
+    assert corpus.validation.name(4) == "b.jsonl: b.jsonl:3"
     assert corpus.tokenizer.hash == corpus.validation.store.header.tokenizer_hash
     assert "a.jsonl, 2 documents" in corpus.validation_files
     alone = load_corpus(replace(data, validation_path=[], validation=0.0), BPE, limit=64)
@@ -275,7 +275,10 @@ def test_validation_documents_must_suit_those_of_training(config, pairs, text_fi
     other = prepare(config(source="jsonl", path=pairs), TokenizerConfig("char"), tmp_path / "char.store")
     for given, named in (
         ({"validation_path": [chats]}, "special tokens"),
-        ({"validation_path": [chosen]}, "holds pairs, and the training documents are single documents"),
+        (
+            {"validation_path": [chosen]},
+            "holds preference pairs, and the training documents are single documents",
+        ),
         ({"validation_path": [str(other)]}, "was tokenized with char"),
         ({"validation_path": [str(tmp_path / "none")]}, r"validation_path=.*no such file"),
         ({"validation_path": [chosen], "validation": 0.2}, "leave one of them out"),

@@ -15,8 +15,7 @@ from multipack.reports.summary import histogram_lines, store_rows
 BYTE = TokenizerConfig("byte")
 
 
-def test_the_figures_of_a_corpus(write_store, monkeypatch):
-    monkeypatch.setattr("multipack.data.views.corpus_report._BLOCK", 64)
+def test_the_figures_of_a_corpus(write_store):
     draw = np.random.default_rng(3)
     lengths = [int(length) for length in np.clip(draw.lognormal(5, 1.5, 300), 2, 5000)]
     report = CorpusReport(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)

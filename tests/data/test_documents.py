@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multipack.data.packs.collate import PreferencePairs
 from multipack.data.views.documents import IGNORE, Documents
 
 
@@ -42,8 +43,8 @@ def test_cut_gives_blocks(small):
     assert pieces.lengths.tolist() == [5, 5, 2, 4, 5, 3]
     assert np.concatenate(tokens_of(pieces)).tolist() == list(range(24))
     assert pieces.target_counts.tolist() == counted(pieces) == [2, 4, 1, 3, 3, 2]
-    assert pieces.names(1) == "doc0 [tokens 5 to 10 of 12]"
-    assert pieces.names(3) == "doc1"
+    assert pieces.name(1) == "doc0 [tokens 5 to 10 of 12]"
+    assert pieces.name(3) == "doc1"
     assert tokens_of(pickle.loads(pickle.dumps(pieces))) == tokens_of(pieces)
 
 
@@ -78,42 +79,42 @@ def test_take_keeps_the_order_given(small):
 
 def test_split_is_by_document_seeded_and_exact(write_store):
     documents = Documents.whole(write_store([[(number % 7 + 1, True)] for number in range(103)]))
-    train, validation = documents.split(0.1, seed=3)
+    train, validation = documents.hold_out(0.1, seed=3)
     assert (len(train), len(validation)) == (93, 10)
-    names = [view.names(index) for view in (train, validation) for index in range(len(view))]
+    names = [view.name(index) for view in (train, validation) for index in range(len(view))]
     assert sorted(names) == sorted(f"doc{number}" for number in range(103))
-    kept = [int(train.names(index)[3:]) for index in range(len(train))]
+    kept = [int(train.name(index)[3:]) for index in range(len(train))]
     assert kept == sorted(kept)
-    assert tokens_of(documents.split(0.1, seed=3)[1]) == tokens_of(validation)
-    assert tokens_of(documents.split(0.1, seed=4)[1]) != tokens_of(validation)
-    assert len(documents.split(0.0)[1]) == 0
-    assert len(documents.split(0.001)[1]) == 1
-    assert len(documents.split(0.999)[0]) == 1
+    assert tokens_of(documents.hold_out(0.1, seed=3)[1]) == tokens_of(validation)
+    assert tokens_of(documents.hold_out(0.1, seed=4)[1]) != tokens_of(validation)
+    assert len(documents.hold_out(0.0)[1]) == 0
+    assert len(documents.hold_out(0.001)[1]) == 1
+    assert len(documents.hold_out(0.999)[0]) == 1
 
 
 def test_split_keeps_pieces_of_a_document_together(write_store):
     pieces = Documents.whole(write_store([[(9, True)] for _ in range(10)])).cut(4)
-    train, validation = pieces.split(0.3)
-    owners = [{view.names(index).split()[0] for index in range(len(view))} for view in (train, validation)]
+    train, validation = pieces.hold_out(0.3)
+    owners = [{view.name(index).split()[0] for index in range(len(view))} for view in (train, validation)]
     assert not owners[0] & owners[1]
     assert (len(owners[0]), len(owners[1]), len(train) + len(validation)) == (7, 3, 30)
 
 
-def test_split_by_position_cuts_where_it_must(small):
-    train, validation = small.split_by_position(0.5)
+def test_the_end_is_held_out_where_it_must_be_cut(small):
+    train, validation = small.hold_out_end(0.5)
     assert (train.num_tokens, validation.num_tokens) == (12, 12)
-    train, validation = small.split_by_position(0.4)  # 24 · 0.6 = 14.4
+    train, validation = small.hold_out_end(0.4)  # 24 · 0.6 = 14.4
     assert tokens_of(train) == [list(range(12)), [12, 13]]
     assert tokens_of(validation) == [[14, 15], list(range(16, 24))]
     assert validation.target_counts.tolist() == counted(validation) == [1, 6]
-    assert len(small.split_by_position(0.0)[1]) == 0
+    assert len(small.hold_out_end(0.0)[1]) == 0
 
 
 def test_impossible_splits_are_refused(small):
     with pytest.raises(ValueError, match=r"data\.validation=0\.5: 1 document .* cannot be split"):
-        small.take([0]).split(0.5)
+        small.take([0]).hold_out(0.5)
     with pytest.raises(ValueError, match=r"data\.validation=0\.5 .* each needs 2"):
-        small.cut(1).take([0]).split_by_position(0.5)
+        small.cut(1).take([0]).hold_out_end(0.5)
 
 
 def test_the_fingerprint_knows_what_is_trained_on(small, write_store):
@@ -136,17 +137,18 @@ def pairs(write_pairs):
 
 def test_pairs_are_one_item_of_two_documents(pairs, small):
     assert (len(pairs), pairs.lengths.tolist(), pairs.target_counts.tolist()) == (2, [11, 10], [7, 8])
-    chosen, rejected = pairs.pair(0)
+    chosen, rejected = pairs.members(0)
     assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == (list(range(5)), list(range(6)))
     assert (chosen.spans.tolist(), rejected.spans.tolist()) == ([[2, 5]], [[2, 6]])
     everything = Documents.whole(pairs.store, train_on_prompt=True)
     assert everything.target_counts.tolist() == [9, 8]
-    assert [counted(everything.pair(index)) for index in range(2)] == [[4, 5], [2, 6]]
-    assert pairs.take([1]).pair(0)[0].tokens.tolist() == [0, 1, 2]
+    assert [counted(everything.members(index)) for index in range(2)] == [[4, 5], [2, 6]]
+    assert pairs.take([1]).members(0)[0].tokens.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="is a preference pair"):
         pairs[0]
-    with pytest.raises(ValueError, match=r"doc0 is no preference pair.*data\.format=preference"):
-        small.pair(0)
+    assert small.members(0)[0].tokens.tolist() == small[0].tokens.tolist()
+    with pytest.raises(ValueError, match=r"holds no pairs.*data\.format=preference"):
+        PreferencePairs(small)
 
 
 def test_pairs_are_never_cut(pairs):

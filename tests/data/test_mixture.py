@@ -123,11 +123,11 @@ def test_a_mixture_is_loaded_split_and_fitted_by_source(stores, config):
     sources = [config(source="store", path=path, **common) for path in stores]
     own = [load_corpus(source, TokenizerConfig(), limit=16) for source in sources]
     assert len(corpus.validation) == sum(len(each.validation) for each in own)
-    names = [corpus.validation.names(number) for number in range(len(corpus.validation))]
-    assert names[0] == f"small: {own[0].validation.names(0)}"
-    assert names[-1] == f"large: {own[1].validation.names(len(own[1].validation) - 1)}"
+    names = [corpus.validation.name(number) for number in range(len(corpus.validation))]
+    assert names[0] == f"small: {own[0].validation.name(0)}"
+    assert names[-1] == f"large: {own[1].validation.name(len(own[1].validation) - 1)}"
     held = {name.split(" [")[0] for name in names}
-    trained = {corpus.train.names(number).split(" [")[0] for number in range(len(corpus.train))}
+    trained = {corpus.train.name(number).split(" [")[0] for number in range(len(corpus.train))}
     assert not held & trained
     assert len(held | trained) == 50
     assert corpus.description == "mixture by documents: small 50.0%, large 50.0%"

@@ -111,6 +111,14 @@ def test_both_answers_of_a_pair_are_shown_and_spaces_stay(prepared):
     assert piped.getvalue() == "Say⟦ yes �[31m<|endoftext|>⟧\n"
 
 
+def test_labels_of_answers_are_shown(prepared):
+    records = [{"prompt": "Q", "completion": f"A{n}", "label": n == 0} for n in range(2)]
+    documents = Documents.whole(TokenStore(prepare(prepared(records), BYTES)))
+    assert (documents.labels.tolist(), documents.weights.tolist()) == ([True, False], [1.0, 1.0])
+    names = [shown.name.partition(", ")[2] for index in range(2) for shown in show(documents, index)]
+    assert names == ["desirable", "another record's answer", "undesirable", "another record's answer"]
+
+
 def test_a_terminal_shows_targets_in_inverse_video(prepared, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -63,7 +63,7 @@ def test_policies_shorten_and_report(documents):
         assert (fitted[0].tokens[0], fitted.lengths.tolist()) == (first, lengths)
         assert list(astuple(report)[2:]) == expected
         assert report.describe().startswith(line)
-    assert documents.fit(8, "truncate_left")[0].names(0) == "doc0 [tokens 4 to 12 of 12]"
+    assert documents.fit(8, "truncate_left")[0].name(0) == "doc0 [tokens 4 to 12 of 12]"
 
 
 def test_pieces_begin_with_the_prompt(write_store):
@@ -71,13 +71,13 @@ def test_pieces_begin_with_the_prompt(write_store):
     fitted, report = documents.fit(6, "split", overlap=1, repeat_prompt=True)
     assert fitted[1].tokens.tolist() == [0, 1, 2, 5, 6, 7]
     assert fitted[1].spans.tolist() == [[4, 6]]
-    assert fitted.names(1) == "doc0 [prompt and tokens 5 to 8 of 12]"
+    assert fitted.name(1) == "doc0 [prompt and tokens 5 to 8 of 12]"
     assert [fitted.prompt_length(index) for index in range(5)] == [3, 3, 3, 3, 0]
     assert report.tokens == 3 * 4
     for again in (fitted.cut, fitted.fit):
         with pytest.raises(ValueError, match=r"cannot be cut again|more than the limit"):
             again(4)
-    assert [len(view) for view in fitted.split(0.5)] == [1, 4]  # the pieces of a document stay together
+    assert [len(view) for view in fitted.hold_out(0.5)] == [1, 4]  # the pieces of a document stay together
     assert len({fitted.fingerprint, documents.fit(6, "split")[0].fingerprint, documents.fingerprint}) == 3
 
 

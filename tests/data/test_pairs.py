@@ -47,7 +47,7 @@ def test_a_pack_of_pairs_is_a_pack_of_their_answers(plan, documents):
     reference = np.array([[-1.0, -2.0], [-3.0, -4.0]])
     pairs = PreferencePairs(documents, reference)
     batch = PreferenceCollator.of(plan)([pairs[0], pairs[1]])
-    plain = PackedCollator(6, 40)([*documents.pair(0), *documents.pair(1)])
+    plain = PackedCollator(6, 40)([*documents.members(0), *documents.members(1)])
     for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
         assert torch.equal(getattr(batch, name), getattr(plain, name)), name
     assert batch.lengths == (5, 6, 6, 3)

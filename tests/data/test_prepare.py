@@ -9,7 +9,6 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from multipack.data.stores.shards import Shard
 from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import ShardBuilder
 from multipack.data.text.data_config import DataConfig
+from multipack.data.text.records import RecordForm
 from multipack.data.text.texts import SourceDocument, TextPart
 from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.views.corpus import load_corpus
@@ -388,10 +388,14 @@ class ListSource:
     config = DataConfig(dedup=True)
 
     def __init__(self, items, pairs=False):
-        self.items, self.records, self.skipped = items, SimpleNamespace(pairs=pairs, label=""), Counter()
+        self.given, self.skipped = items, Counter()
+        self.form = RecordForm("preference" if pairs else "text")
 
-    def __iter__(self):
-        return iter(self.items)
+    def items(self):
+        return zip(*[iter(self.given)] * (2 if self.form.pairs else 1), strict=True)
+
+    def find_form(self):
+        return self.form
 
     def skip(self, reason, name):
         self.skipped[reason] += 1

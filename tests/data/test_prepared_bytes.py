@@ -94,7 +94,7 @@ def test_shards_have_the_bytes_of_a_plain_loop(config, text_file, tmp_path, kind
     (file,) = prepare(config(source="jsonl", path=path, **fields), BYTE, tmp_path / "out").glob("shard-*")
     with safe_open(file, "numpy") as shard:
         about = shard.metadata()
-    tokenizer = byte_tokenizer(source.records.special_tokens)
+    tokenizer = byte_tokenizer(source.find_form().special_tokens)
     arrays, content = plain(items_of(source), tokenizer, "dedup" in fields, 1 if kind == "label" else 2)
     assert json.loads(about[FORMAT])["content"] == f"{content:032x}"
     assert file.read_bytes() == save(arrays, about)

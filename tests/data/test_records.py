@@ -41,9 +41,9 @@ def test_messages_are_written_by_a_template(read):
     assert text(first.parts) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert text(first.parts, targets=True) == "Hello<|im_end|>"
     assert text(second.parts, targets=True) == "Go away<|im_end|>"
-    assert (first.takes_end, source.records.pairs) == (False, False)
-    assert source.records.special_tokens == ("<|im_start|>", "<|im_end|>")
-    assert json.loads(source.records.chat_template)["name"] == "chatml"
+    assert (first.takes_end, source.find_form().pairs) == (False, False)
+    assert source.find_form().special_tokens == ("<|im_start|>", "<|im_end|>")
+    assert json.loads(source.find_form().chat_template)["name"] == "chatml"
     assert source.describe() == "a.jsonl, {documents} documents (messages, chatml)"
     named = {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}
     (document,) = read(named, fields=["dialog"])
@@ -101,7 +101,7 @@ def test_preferences_of_messages(read, record):
     assert text(chosen, targets=True) == "Hello<|im_end|>"
     assert text(rejected, targets=True) == "Go away<|im_end|>"
     assert not any(document.takes_end for document in documents)
-    assert source.records.pairs
+    assert source.find_form().pairs
 
 
 def test_earlier_answers_of_a_preference_are_context(read):
@@ -124,7 +124,7 @@ def test_labeled_answers_are_followed_by_those_of_the_record_before(read):
             ("Q2\nA2", 1.0),
             ("Q2\nA1", 1.0),
         ]
-    assert (source.records.form, source.records.pairs) == ("label", True)
+    assert (source.find_form().name, source.find_form().pairs) == ("label", True)
     assert source.skipped == {"empty completions": 1}
     chats = (
         {"prompt": [USER], "completion": [ANSWER], "label": False},
@@ -139,7 +139,7 @@ def test_labeled_answers_are_followed_by_those_of_the_record_before(read):
         "Hello<|im_end|>",
     ]
     plain = {"prompt": "Q", "completion": "A", "label": "good"}
-    assert read(plain).records.form == "completion"
+    assert read(plain).find_form().name == "completion"
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: field 'ok' is 'yes', not true or false"):
         list(
             read(
@@ -170,7 +170,7 @@ def test_preferences_of_text(read):
     source = read({"prompt": "p", "chosen": "c", "rejected": "r"})
     expected = [(("p\n", False, False), (answer, True, False)) for answer in "cr"]
     assert halves(source) == expected
-    assert (next(iter(source)).takes_end, source.records.pairs, source.records.chat_template) == (
+    assert (next(iter(source)).takes_end, source.find_form().pairs, source.find_form().chat_template) == (
         True,
         True,
         "",
@@ -362,7 +362,11 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     assert len(set(found)) == len(found)
     assert identity(0) == found[0] == identity(0, chat_template="chatml")
     empty = Source(config(source="jsonl", path=text_file("", "empty.jsonl")))
-    assert (empty.records.special_tokens, empty.records.pairs, empty.records.chat_template) == ((), False, "")
+    assert (empty.find_form().special_tokens, empty.find_form().pairs, empty.find_form().chat_template) == (
+        (),
+        False,
+        "",
+    )
 
 
 # --- many conversations at once --------------------------------------------------------------------------
@@ -422,7 +426,7 @@ def test_conversations_written_together_are_those_written_one_by_one(
 
 
 def test_records_before_a_fault_of_their_file_come_first(read):
-    reader = read({"messages": [USER, ANSWER]}).records
+    reader = read({"messages": [USER, ANSWER]}).reader
 
     def entries():
         yield {"messages": [USER, ANSWER]}, "a:1", "a, line 1"

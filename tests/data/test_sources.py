@@ -263,7 +263,7 @@ def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config
         assert 0 <= source.done <= source.total
     assert 0 < most < 1024 * 9000 * 2
     assert document.name == "a.parquet:2000"
-    assert source.records.columns(["text", "vector"]) == ["text"]
+    assert source.reader.columns(["text", "vector"]) == ["text"]
     assert source.describe() == "a.parquet, {documents} documents (text)"
 
 
@@ -274,7 +274,7 @@ def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_fil
         objects = Source(config(source="jsonl", path=lines, chat_template=template))
         assert [document.parts for document in table] == [document.parts for document in objects]
         assert table.skipped == objects.skipped == {"conversations without an answer": 1}
-        assert table.records.chat_template == objects.records.chat_template
+        assert table.find_form().chat_template == objects.find_form().chat_template
         assert table.done == table.total
 
 
@@ -348,7 +348,7 @@ def test_a_saved_data_set_is_read_row_by_row(datasets, config, tmp_path):
     assert source.identity == read().identity
     assert len({source.identity, read(chat_template="llama3").identity, read("other").identity}) == 3
     with pytest.raises(ValueError, match=r"data\.stream=true is for training"):
-        read(stream=True)
+        prepare(config(source="huggingface", path="set", stream=True), TokenizerConfig(kind="byte"))
     stream = open_dataset(config(source="huggingface", path=str(tmp_path / "set"), stream=True))
     assert [row["score"] for row in stream] == [1.0, None]
 

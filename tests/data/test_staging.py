@@ -212,7 +212,7 @@ def test_a_staged_mixture_is_the_same_corpus(config, records, tmp_path, folder, 
         assert [document.tokens.tolist() for document in one] == [
             document.tokens.tolist() for document in other
         ]
-        assert one.names(0) == other.names(0)
+        assert one.name(0) == other.name(0)
     for name in ("description", "corpus_hash", "store_path", "prompts"):
         assert getattr(staged, name) == getattr(plain, name)
 

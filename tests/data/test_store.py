@@ -147,7 +147,7 @@ def test_stores_of_different_kinds_are_not_joined(path, write_pairs, tmp_path):
         ValueError, match=r"small\.store with byte .*letters with char.* different tokenizers"
     ):
         TokenStore.joined(tmp_path, [one, TokenStore(tmp_path / "letters")], ["", ""])
-    with pytest.raises(ValueError, match=r"only one of .* holds preference pairs"):
+    with pytest.raises(ValueError, match=r"holds single documents, and .* preference pairs"):
         TokenStore.joined(tmp_path, [one, write_pairs([(1, 2, 3)])], ["", ""])
 
 
@@ -170,7 +170,7 @@ def test_any_documents_of_any_stores_have_their_ranges(memory_store, data):
 
 def test_a_pair_is_two_neighboring_documents(write_pairs):
     store = write_pairs([(1, 2, 3), (2, 1, 4)])
-    assert store.has_pairs
+    assert (store.kind, store.num_items) == ("pairs", 2)
     assert (store.num_documents, store.lengths.tolist()) == (4, [3, 4, 3, 6])
     assert [store.spans_of(number).tolist() for number in (2, 3)] == [[[2, 3]], [[2, 6]]]
     store = write_pairs([(1, 2, 3)] * 5, "many", shard_tokens=1)
@@ -234,6 +234,7 @@ def test_headers_of_other_types_are_refused(path):
         {"chat_template": 5},
         {"description": {}},
         {"pairs": 1},
+        {"labels": True},
         {"parts": 0},
         {"parts": 10**12},
         {"overlong": []},

@@ -63,7 +63,7 @@ def read_store(path, verify=True):
     assert documents.target_counts is not None
     for number in range(len(documents)):
         documents[number].shifted_targets()
-        documents.names(number)
+        documents.name(number)
     assert documents.fingerprint
     store.tokenizer.decode(documents[0].tokens.tolist())
 

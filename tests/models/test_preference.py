@@ -137,17 +137,20 @@ def test_kto_equals_its_formula_and_weighs_items(shape, model, pairs):
     made.load_state_dict(model.state_dict())
     policy = padded_loss(made, pairs, 0.3)[1]
     ratios = (policy - torch.from_numpy(np.stack([pair.reference for pair in pairs]))).tolist()
-    weights = (1.0, -1.0, 2.0, -0.0)
+    labels = ((1.0, True), (1.0, False), (2.0, True), (0.0, False))
     batch = PreferenceCollator.of(PLAN)(
-        [pair._replace(weight=weight) for pair, weight in zip(pairs, weights, strict=True)]
+        [
+            pair._replace(weight=weight, is_desirable=label)
+            for pair, (weight, label) in zip(pairs, labels, strict=True)
+        ]
     )
     assert batch.denominator == 4.0
     for kl in (0.0, 1.7, -3.0):
         made.last["kl"] = kl
         expected = 0.0
-        for (ratio, _), weight in zip(ratios, weights, strict=True):
-            gain = 0.3 * (ratio - max(kl, 0.0)) * math.copysign(1.0, weight)
-            expected += (1.5 if math.copysign(1.0, weight) > 0 else 0.5) * abs(weight) / (1 + math.exp(gain))
+        for (ratio, _), (weight, label) in zip(ratios, labels, strict=True):
+            gain = 0.3 * (ratio - max(kl, 0.0)) * (1 if label else -1)
+            expected += (1.5 if label else 0.5) * weight / (1 + math.exp(gain))
         assert made(batch).item() == pytest.approx(expected, rel=1e-9)
     found = made.loss.means(made.take_tally())
     assert found["kl"] == pytest.approx(np.mean([other for _, other in ratios]))

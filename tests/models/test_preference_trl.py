@@ -34,10 +34,10 @@ def pairs():
     made = []
     for seed, (prompt, *sizes) in enumerate(SIZES):
         draw = np.random.default_rng(seed)
-        begin, sign = draw.integers(0, PAD, prompt), 1.0 if DESIRABLE[seed] else -1.0
+        begin = draw.integers(0, PAD, prompt)
         answers = [np.concatenate([begin, draw.integers(0, PAD, size)]).astype(np.uint16) for size in sizes]
         documents = [Document(tokens, np.array([[prompt, len(tokens)]])) for tokens in answers]
-        made.append(PreferencePair(*documents, -3.0 * draw.random(2) * sizes, sign))
+        made.append(PreferencePair(*documents, -3.0 * draw.random(2) * sizes, 1.0, bool(DESIRABLE[seed])))
     return made
 
 
@@ -136,7 +136,7 @@ def test_pairs_with_a_reference(pairs, models, distance, loss):
     inputs = padded([pair.first for pair in pairs] + [pair.second for pair in pairs])
     inputs |= {"ref_chosen_logps": reference[:, 0], "ref_rejected_logps": reference[:, 1]}
     found = trl.DPOTrainer._compute_loss(given, with_log_probs(theirs), inputs, False)
-    batch = PreferenceCollator.of(PLAN)([pair._replace(weight=1.0) for pair in pairs])
+    batch = PreferenceCollator.of(PLAN)([pair._replace(is_desirable=True) for pair in pairs])
     check(ours, theirs, batch, found, distance)
     check_rewards(ours, given._metrics["train"])
 
@@ -162,7 +162,7 @@ def test_pairs_without_a_reference(pairs, models, distance, loss, monkeypatch):
     check(
         ours,
         theirs,
-        PreferenceCollator.of(PLAN)([pair._replace(weight=1.0) for pair in pairs]),
+        PreferenceCollator.of(PLAN)([pair._replace(is_desirable=True) for pair in pairs]),
         losses.mean(),
         distance,
     )
@@ -198,7 +198,7 @@ def test_rewards(pairs, models, distance):
     del inputs["completion_mask"]
     given = trainer(args=SimpleNamespace(center_rewards_coefficient=None))
     found = trl.RewardTrainer.compute_loss(given, theirs, inputs)
-    batch = PreferenceCollator.of(PLAN)([pair._replace(weight=1.0) for pair in pairs])
+    batch = PreferenceCollator.of(PLAN)([pair._replace(is_desirable=True) for pair in pairs])
     check(ours, theirs, batch, found, distance)
     reported = given._metrics["train"]
     check_rewards(ours, {"rewards/margins": reported["margin"], "rewards/accuracies": reported["accuracy"]})

@@ -126,7 +126,7 @@ def test_objectives_equal_those_of_pairs_that_share_nothing(name):
         # The second answer also trains on the end of the prompt, which is shared.
         spans = [[prompt, prompt + first]], [[prompt - 1, prompt + second]]
         both = (Document(a.astype(np.uint16), np.array(b)) for a, b in zip(answers, spans, strict=True))
-        items.append(PreferencePair(*both, -9.0 * rng.random(2), 0.5 - float(name == "kto")))
+        items.append(PreferencePair(*both, -9.0 * rng.random(2), 0.5, name != "kto"))
     plan = SimpleNamespace(most_documents=3, longest=CONTEXT, align=1, min_prefix=None)
     sharing = SimpleNamespace(**vars(plan) | {"min_prefix": 4})
     torch.manual_seed(3)

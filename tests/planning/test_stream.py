@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from growing import Rows
 from multipack.planning.plan import plan
 from multipack.planning.stream import PackStream
 
@@ -90,7 +91,7 @@ def test_resuming_anywhere_is_exact(problem, data):
     sources = {
         "list": lambda: documents,
         "function": lambda: lambda position: iter(documents[position:]),
-        "stateful": lambda: Stateful(documents),
+        "stateful": lambda: Rows(documents),
     }
     source = sources[data.draw(st.sampled_from(sorted(sources)))]
     whole = [described(step) for step in PackStream(source(), **options)]
@@ -105,25 +106,7 @@ def test_resuming_anywhere_is_exact(problem, data):
     assert steps == whole
 
 
-class Stateful:
-    """A source that continues where it stands, and keeps its own place."""
-
-    def __init__(self, documents):
-        self.documents, self.next = documents, 0
-
-    def __iter__(self):
-        while self.next < len(self.documents):
-            self.next += 1
-            yield self.documents[self.next - 1]
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
-class Failing(Stateful):
+class Failing(Rows):
     """Raises once before each of these positions."""
 
     def __init__(self, positions):

@@ -75,7 +75,7 @@ def test_every_name_in_a_message_is_there():
 def test_objectives_ask_for_their_kind():
     with pytest.raises(ValueError, match=r"preference\."):
         Objective(compose(["preference.beta=0.5"]), None)
-    for labels in (False, True):
-        corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(has_labels=labels)))
+    for kind in ("pairs", "labels"):
+        corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(kind=kind)))
         with pytest.raises(ValueError, match=r"train\.z_loss"):
             Preferences(compose(["train.z_loss=1e-4"]), corpus)

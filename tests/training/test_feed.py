@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.stores.writer import StoreWriter
-from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from growing import Rows, complete, reopen, write_shard
+from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.data.views.arriving import DocumentsLate, StreamedRecords
 from multipack.data.views.corpus import load_corpus
 from multipack.models.decoder import Decoder
@@ -53,22 +53,10 @@ def on_two_ranks(run):
         return list(ranks.map(run, range(2), worlds))
 
 
-def write_shard(path, number, shift=0):
-    writer = StoreWriter(path, byte_tokenizer()).__enter__()  # continues after the shards that are there
+def thirty(number):
+    """The documents of a shard."""
     for document in range(30 * number, 30 * number + 30):
-        tokens = [(document + shift + i) % 250 for i in range(LENGTHS[document])]
-        writer.add(f"doc{document}", [(tokens, True)])
-    writer.end_shard()
-
-
-def complete(path):
-    with StoreWriter(path, byte_tokenizer()):
-        pass
-
-
-def reopen(path):
-    """Remove the last shard, which `complete` adds to three others."""
-    (path / "shard-0000-00003.safetensors").unlink()
+        yield f"doc{document}", [([(document + i) % 250 for i in range(LENGTHS[document])], True)]
 
 
 @pytest.fixture
@@ -76,7 +64,7 @@ def folder(tmp_path):
     """Three complete shards of 30 documents."""
     path = tmp_path / "shards"
     for number in range(3):
-        write_shard(path, number)
+        write_shard(path, thirty(number))
     complete(path)
     return path
 
@@ -122,9 +110,8 @@ def tiny():
 
 def test_documents_without_targets_are_refused(tmp_path):
     path = tmp_path / "shards"
-    with StoreWriter(path, byte_tokenizer()) as writer:
-        for document in range(30):
-            writer.add(f"doc{document}", [([1, 2, 3], False)])
+    write_shard(path, [(f"doc{document}", [([1, 2, 3], False)]) for document in range(30)])
+    complete(path)
     with pytest.raises(ValueError, match=r"none of the \d+ documents of the first step has a target token"):
         next(iter(feed_of(path)))
     assert next(iter(feed_of(path, "data.train_on_prompt=true"))).target_tokens > 0
@@ -147,8 +134,8 @@ def test_every_document_is_trained_on_once(folder, prefetch):
             assert list(batch.lengths)[: len(pack)] == LENGTHS[pack].tolist()
             assert [int(batch.input_ids[at]) for at in batch.cu_seqlens[: len(pack)]] == (pack % 250).tolist()
     last = steps[-1].documents[0]
-    assert feed.names(last) == f"shard {last // 30}: doc{last}"
-    assert feed.names(0) == f"document 0 of {folder}"
+    assert feed.name(last) == f"shard {last // 30}: doc{last}"
+    assert feed.name(0) == f"document 0 of {folder}"
 
 
 @pytest.mark.parametrize("stop", [0, 3])
@@ -176,7 +163,7 @@ def test_two_ranks_share_the_steps_of_one(folder, stop):
 
 def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     other = tmp_path / "other"
-    write_shard(other, 1)  # the second shard's documents come first
+    write_shard(other, thirty(1))  # the second shard's documents come first
     complete(other)
 
     def run(rank, world):
@@ -188,30 +175,14 @@ def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     on_two_ranks(run)
 
 
-class Records:
-    """Records that can save their state."""
-
-    next = 0
-
-    def __iter__(self):
-        for length in LENGTHS[self.next :]:
-            self.next += 1
-            yield {"prompt": f"{self.next}:", "completion": "y" * int(length)}
-
-    def state_dict(self):
-        return self.next
-
-    def load_state_dict(self, state):
-        self.next = state
-
-
 @pytest.mark.parametrize(("source", "stop"), [("folder", 0), ("folder", 6), ("records", 4)])
 def test_a_resumed_run_equals_an_uninterrupted_one(folder, source, stop):
     def made():
         if source == "folder":
             return feed_of(folder)
         config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
-        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), Records)
+        records = [{"prompt": f"{n}:", "completion": "y" * int(length)} for n, length in enumerate(LENGTHS)]
+        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), lambda: Rows(records))
         return StreamFeed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
 
     model = tiny()
@@ -276,10 +247,7 @@ def test_a_stop_while_waiting_loses_nothing(folder):
 def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
     path = tmp_path / "shards"
     for _ in range(2):
-        writer = StoreWriter(path, byte_tokenizer()).__enter__()
-        for document in range(120):
-            writer.add(f"doc{document}", [([document % 250] * 20, True)])
-        writer.end_shard()
+        write_shard(path, [(f"doc{document}", [([document % 250] * 20, True)]) for document in range(120)])
     words = ["data.patience_seconds=0.2", "train.eval_every=0"]
     feed = feed_of(path, *words)
     steps = len(list(feed))

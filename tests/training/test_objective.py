@@ -330,7 +330,7 @@ def test_a_reward_model_is_trained_exported_and_refused_where_text_is_wanted(bas
                     [*sums, "model.tied=false", *first, *words, "train.steps=1", f"out={tmp_path / words[0]}"]
                 )
             )
-    corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(has_labels=False)))
+    corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(kind="pairs")))
     for words, message in (
         (["parallel.tensor=2"], r"parallel\.tensor=2 divides the head"),
         (["preference.beta=1"], r"preference\.beta=1\.0 is of preference\.loss=sigmoid.*, got reward"),

@@ -86,12 +86,13 @@ class PreferenceDecoder(Decoder):
         reference = batch.reference if self.loss.uses_reference else None
         counts = self._per_pair(batch.targets != IGNORE, batch).clamp(min=1.0)
         weights = torch.ones_like(policy[:, 0]) if batch.item_weights is None else batch.item_weights
-        scores = Scores(policy, reference, counts, ~weights.signbit(), self.options, self.last)
+        desirable = torch.ones_like(weights, dtype=torch.bool) if batch.desirable is None else batch.desirable
+        scores = Scores(policy, reference, counts, desirable, self.options, self.last)
         losses = self.loss.losses(scores)
         if sft := self.options.get("sft", 0.0):
             losses = losses - sft * scores.means[:, 0]
         self._count(self.loss.metrics(scores))
-        return (losses * weights.abs()).sum().to(at_least_float32(self.output_weight.dtype))
+        return (losses * weights).sum().to(at_least_float32(self.output_weight.dtype))
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 log-probabilities of both answers, summed over their targets."""

@@ -204,7 +204,7 @@ class Arrangement:
             if placed.min() < 0:
                 continue
             fill_empty(placed, self.packs)
-            self._balance(placed, goal)
+            self._even_out(placed, goal)
             reached = step_cost(sums(placed, self.costs, self.packs), self.ranks, self.sync)
             if least < 0 or reached < least:
                 best, least = placed, reached
@@ -291,7 +291,7 @@ class Arrangement:
         number[order] = places.ravel()
         return np.where(placed < 0, -1, number[placed])
 
-    def _balance(self, placed: Integers, least: int) -> None:
+    def _even_out(self, placed: Integers, least: int) -> None:
         """Balance the ranks of each sync point, in place. `least` bounds the cost of the only one, or their sum."""
         once, joint = self.sync == "step", self.joint
         slots = self.micro_batches if once else 1
@@ -305,8 +305,9 @@ class Arrangement:
             half = _JOINT_HALF if joint else _HALF
             excess = 0 if joint else max(goal + goal // self.close - mean, 0)
             stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
+            limits = balancing.Limits(self.capacity, self.limit, self.ranks, slots)
             for size, most in (*stages, (half, excess)):
-                search = (size, _ATTEMPTS * self.ranks * slots, _FAILURES * slots**2, most)
-                limits = (self.capacity, self.limit, self.ranks, slots)
-                balancing.balance(packs, lengths, np.stack(loads), *limits, *search)
+                attempts, failures = _ATTEMPTS * self.ranks * slots, _FAILURES * slots**2
+                search = balancing.Exchanges(size, attempts, failures, most)
+                balancing.even_out(packs, lengths, np.stack(loads), limits, search)
             placed[inside] = packs + point * self.ranks

@@ -40,7 +40,7 @@ CLOSE = 500
 """Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""
 PERCENTS = (130, 120, 110, 105, 102, 100, 75, 66, 50, 40, 33, 25)
 """Budgets that are tried in addition, in percent of a rank's mean load."""
-_HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balancing.balance`
+_HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balancing.even_out`
 
 
 @dataclass(frozen=True)
@@ -302,9 +302,10 @@ def _placed(lengths: Integers, rates: Integers, parts: Integers, ranks: int, slo
     visit = np.lexsort((-widths, -loads))
     rank = spread(widths, loads, visit, ranks, slots, len(widths) + 1)
     if ranks > 1 and len(widths):
-        both, most = np.stack([loads, np.zeros_like(loads)]), len(widths) + 1
-        search = (_HALF, _ATTEMPTS * ranks, _FAILURES, int(loads.sum()) // ranks // 1000)
-        balancing.balance(rank, widths, both, slots, most, ranks, 1, *search)
+        both = np.stack([loads, np.zeros_like(loads)])
+        limits = balancing.Limits(slots, len(widths) + 1, ranks, 1)
+        search = balancing.Exchanges(_HALF, _ATTEMPTS * ranks, _FAILURES, int(loads.sum()) // ranks // 1000)
+        balancing.even_out(rank, widths, both, limits, search)
     left, inside = rank < 0, rank >= 0
     room = slots - sums(rank, widths, ranks)
     poured, into, amounts = _poured(document[left], widths[left], room)

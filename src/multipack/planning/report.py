@@ -159,11 +159,11 @@ def report(
         mean_length_spread=mean_length_spread(made),
         kappa=kappa(planned, made.costs(order)),
         seconds=made.seconds,
-        **_balance(made, steps, world, sync),
+        **_of_ranks(made, steps, world, sync),
     )
 
 
-def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
+def _of_ranks(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
     """The fields of a report that depend on the assignment to ranks, measured over these steps."""
     slots, costs = made.slots, made.costs(np.arange(len(made.slots)))
     rows: list[tuple[Integers, ...]] = []

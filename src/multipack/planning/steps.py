@@ -40,7 +40,7 @@ _SPARE = 4096  # full packs keep 1/4096 of their slots free on average, so that 
 _TOLERANCE = 500  # first fit is tried if more than 1/500 of a window's slots are not placed
 _MOST_BALANCED = 1024  # windows with more packs are not balanced: steps average over enough packs
 _SIMILAR = 1024  # balancing ends when no pack exceeds the mean cost by more than 1/1024
-_HALF, _ATTEMPTS, _FAILURES = 5, 4, 6  # see `balancing.balance`; attempts for each pack
+_HALF, _ATTEMPTS, _FAILURES = 5, 4, 6  # see `balancing.even_out`; attempts for each pack
 _TRIES = 4  # numbers of steps that an epoch is spread over: SQuAD takes 1,167 steps with window=64, spread once 1,211
 _GROUPED = 8192  # packs within 1/8192 of the mean cost may be in any step of their window
 
@@ -194,11 +194,15 @@ class _Window:
         """Number of packs of all steps."""
         return self.width * self.rules.options.packs_per_step
 
+    @property
+    def limit(self) -> int:
+        """Maximum number of entries of a pack."""
+        return self.rules.options.max_documents or len(self.ends)
+
     def divide(self) -> Division:
         """The steps, and what is left after them."""
         ends, start, options = self.ends, self.start, self.rules.options
-        limit = options.max_documents or len(ends)
-        most = min(self.most, self.packs * limit)
+        most = min(self.most, self.packs * self.limit)
         taken, later = self.deferred[:most], self.deferred[most:]
         full = not self.rules.fills_evenly and options.mean == options.capacity
         aim = self.aim - (self.packs * (options.capacity // _SPARE) if full else 0)
@@ -216,10 +220,7 @@ class _Window:
         order = longest_first(slots)
         positions, slots = positions[order], slots[order]
         costs = self.rules.price(positions, slots)
-        room = min(options.capacity, int(slots.sum()))
-        wanted, last = positions < stop, stop == len(ends) - 1
-        spare = self.packs * room - aim
-        placed = _pack(slots, costs, positions < start, wanted, self.packs, room, limit, spare, last)
+        placed = self._pack(positions, slots, costs, stop, aim)
         furthest = max(stop, int(positions[placed >= 0].max()) + 1)
         left = positions[(placed < 0) & (positions < furthest)]
         entries, pack_sizes, step_sizes = self._arrange(positions, costs, placed)
@@ -249,6 +250,36 @@ class _Window:
         allowed = max(packs - int(np.count_nonzero(2 * waiting > capacity)), 0)
         beyond = np.flatnonzero(large)[allowed:]
         return start + int(beyond[0]) if len(beyond) else stop
+
+    def _pack(self, positions: Integers, slots: Integers, costs: Integers, stop: int, aim: int) -> Integers:
+        """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
+
+        Deferred entries are placed first. Those from `stop` on, beyond the window, only fill gaps, while more slots of
+        all packs are free than `aim` leaves. If too many slots before `stop` are not placed, or in the last window any
+        of them, first fit is tried as well.
+        """
+        packs, limit, capacity = self.packs, self.limit, min(self.rules.options.capacity, int(slots.sum()))
+        deferred, wanted, spare = positions < self.start, positions < stop, packs * capacity - aim
+        visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
+        best = placing.place(slots, costs, packs, capacity, limit, visit, spare)
+        missed, last = int(slots[wanted & (best < 0)].sum()), stop == len(self.ends) - 1
+        if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
+            found = np.full(len(slots), -1, dtype=np.int64)
+            found[wanted] = fit.first_fit(slots[wanted], capacity, limit)[0]
+            found[found >= packs] = -1
+            balancing.gather(found, slots, packs, capacity, limit, spare)
+            placing.fill_empty(found, packs)
+            still = int(slots[wanted & (found < 0)].sum())
+            fewer = still < missed if last else 2 * still <= missed
+            if fewer and not (deferred & (found < 0)).any():
+                best = found
+        if 1 < packs <= _MOST_BALANCED:
+            excess = int(costs[best >= 0].sum()) // packs // _SIMILAR
+            loads = np.stack([costs, np.zeros_like(costs)])
+            limits = balancing.Limits(capacity, limit, packs, 1)
+            search = balancing.Exchanges(_HALF, _ATTEMPTS * packs, _FAILURES, excess)
+            balancing.even_out(best, slots, loads, limits, search)
+        return best
 
     def _arrange(
         self, positions: Integers, costs: Integers, placed: Integers
@@ -287,44 +318,6 @@ class _Window:
         turn_of[final] = np.arange(len(final))
         entries = positions[inside[np.argsort(turn_of[pack_of], kind="stable")]]
         return entries, sizes[final], np.diff(bounds)[turns]
-
-
-def _pack(
-    slots: Integers,
-    costs: Integers,
-    deferred: NDArray[np.bool_],
-    wanted: NDArray[np.bool_],
-    packs: int,
-    capacity: int,
-    limit: int,
-    spare: int,
-    last: bool,
-) -> Integers:
-    """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
-
-    `deferred` entries are placed first. Those that are not `wanted`, from beyond the window, only fill gaps, while more
-    than `spare` slots of all packs are free. If too many wanted slots are not placed, or in the `last` window any of
-    them, first fit is tried as well.
-    """
-    visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
-    best = placing.place(slots, costs, packs, capacity, limit, visit, spare)
-    missed = int(slots[wanted & (best < 0)].sum())
-    if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
-        found = np.full(len(slots), -1, dtype=np.int64)
-        found[wanted] = fit.first_fit(slots[wanted], capacity, limit)[0]
-        found[found >= packs] = -1
-        balancing.gather(found, slots, packs, capacity, limit, spare)
-        placing.fill_empty(found, packs)
-        still = int(slots[wanted & (found < 0)].sum())
-        fewer = still < missed if last else 2 * still <= missed
-        if fewer and not (deferred & (found < 0)).any():
-            best = found
-    if 1 < packs <= _MOST_BALANCED:
-        excess = int(costs[best >= 0].sum()) // packs // _SIMILAR
-        loads = np.stack([costs, np.zeros_like(costs)])
-        attempts = _ATTEMPTS * packs
-        balancing.balance(best, slots, loads, capacity, limit, packs, 1, _HALF, attempts, _FAILURES, excess)
-    return best
 
 
 def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> Division:

@@ -100,7 +100,7 @@ def diverged(
     config: Config, feed: EpochFeed | StreamFeed, what: str, documents: Sequence[int] = ()
 ) -> NoReturn:
     """Raise NonFiniteLoss with a message on `what`, and the names of these documents of the feed."""
-    names = [f"{number} ({feed.names(number)})" for number in documents[:20]]
+    names = [f"{number} ({feed.name(number)})" for number in documents[:20]]
     more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
     of = f" Its documents: {', '.join(names)}{more}." if names else ""
     raise NonFiniteLoss(

@@ -85,7 +85,7 @@ class EpochFeed:
     Attributes:
         micro_batches: packs per rank and step.
         targets_per_step: mean target tokens of a global step.
-        names: number of a document → its name, for messages.
+        name: number of a document → its name, for messages.
         ended: whether the documents have ended; never true here.
         late: which documents did not arrive in time, on any rank, and ended the steps; always empty here.
     """
@@ -96,7 +96,7 @@ class EpochFeed:
     def __init__(self, loader: PackedLoader, documents: Documents, clock: Callable[[], float]) -> None:
         self.loader, self.sampler = loader, loader.sampler
         self.micro_batches = self.sampler.micro_batches
-        self.names = documents.names
+        self.name = documents.name
         self.targets_per_step = float(documents.target_counts.sum()) / self.sampler.steps_per_epoch
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
         self.close = loader.close
@@ -248,7 +248,7 @@ class StreamFeed:
             index=step.number,
         )
 
-    def names(self, number: int) -> str:
+    def name(self, number: int) -> str:
         """The name of a document of the last step; for others their position."""
         if self._last is not None and len(found := np.flatnonzero(self._last.positions == number)):
             return str(self._last.items[found[0]]["name"])

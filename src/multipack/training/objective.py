@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -146,10 +146,9 @@ class Preferences(Objective):
     def prepare(self) -> None:
         """See `Objective`."""
         preference = self.config.preference
-        kind: Literal["labels", "pairs"] = "labels" if self.corpus.train.store.has_labels else "pairs"
-        self.loss = find_loss(preference.loss, kind)
+        self.loss = find_loss(preference.loss, self.corpus.train.store.kind)
         check_options(self.loss, preference.changed(), preference.reference)
-        check_kind(self.config, kind, self.loss.reads_values)
+        check_kind(self.config, self.corpus.train.store.kind, self.loss.reads_values)
         self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
         if self.loss.reads_values:
             self.train_settings = MappingProxyType({**self.train_settings, "sample_tokens": 0})
@@ -246,7 +245,7 @@ class Preferences(Objective):
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise ValueError(
-                f"the reference model gives {documents.names(first)} the log-probabilities {values[first].tolist()}:"
+                f"the reference model gives {documents.name(first)} the log-probabilities {values[first].tolist()}:"
                 " look at its weights (preference.reference, train.init_from)"
             )
         return values
@@ -322,5 +321,5 @@ def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, 
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    pairs = corpus.arriving is None and corpus.train.store.has_pairs
+    pairs = corpus.arriving is None and corpus.train.store.item_size > 1
     return (Preferences if pairs else Objective)(config, corpus)

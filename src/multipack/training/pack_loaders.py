@@ -78,7 +78,7 @@ class PackLoaders:
         options = replace(config.plan.for_ranks(ranks), **changes)
         source = planned_items(documents, config.data, options, self._cost_model)
         return PackedBatchSampler(
-            **source,
+            source,
             options=options,
             rank=self._mesh.data_rank,
             world_size=ranks,

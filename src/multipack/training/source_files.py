@@ -101,7 +101,7 @@ def outside_template(config: Config, corpus: Corpus, template: str) -> list[str]
     documents = corpus.train if len(corpus.train) else corpus.validation
     if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
         return []
-    if not (documents.store.has_pairs or documents.prompt_length(0)):
+    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
         return []
     if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
         return []

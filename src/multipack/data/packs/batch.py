@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from multipack.data.views.documents import IGNORE
-from multipack.data.views.prefix_tree import Integers, PrefixTree
+from multipack.data.views.prefix_tree import PrefixTree
+from multipack.planning.lengths import Integers
 
 TILE_TOKENS = 128
 """Queries that one thread block of an attention kernel processes: `max_seqlen` is a multiple of it."""

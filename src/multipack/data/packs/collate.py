@@ -22,8 +22,8 @@ from torch import Tensor
 from multipack.data.packs.batch import PackedBatch, PackedTree, rounded
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.documents import IGNORE, Document, Documents
-from multipack.data.views.prefix_tree import Integers, PrefixTree
-from multipack.planning.lengths import check_integer
+from multipack.data.views.prefix_tree import PrefixTree
+from multipack.planning.lengths import Integers, check_integer
 from multipack.planning.options import LossWeighting, check_choice
 from multipack.planning.plan import Plan, denominator_of
 from multipack.planning.stream import PackStream
@@ -228,13 +228,15 @@ class PreferencePair(NamedTuple):
     Attributes:
         first, second: the documents.
         reference: (2,) log-probabilities under the reference model; None = unknown.
-        weight: weight in the loss; negative (−0.0 included) if a labeled answer is undesirable.
+        weight: weight in the loss, at least 0.
+        is_desirable: label of an answer; true for pairs.
     """
 
     first: Document
     second: Document
     reference: NDArray[np.float64] | None = None
     weight: float = 1.0
+    is_desirable: bool = True
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,13 @@ class PreferenceBatch(PackedBatch):
 
     Attributes:
         reference: (items, 2) float64 log-probabilities under the reference model; None while they are being computed.
-        item_weights: (items,) float64, see `PreferencePair`; None = all are 1.
+        item_weights: (items,) float64 weights; None = all are 1.
+        desirable: (items,) bool labels; None = all are true.
     """
 
     reference: Tensor | None = None
     item_weights: Tensor | None = None
+    desirable: Tensor | None = None
 
 
 class PreferencePairs:
@@ -256,20 +260,25 @@ class PreferencePairs:
     Args:
         documents: a view of a store of pairs, or of labeled answers.
         reference: (n, 2) float64 log-probabilities of each item's documents; None = not known yet.
+
+    Raises:
+        ValueError: the documents are neither.
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
+        if documents.store.item_size != 2:
+            raise ValueError(f"{documents.store.path} holds no pairs: prepare data.format=preference")
         self.documents, self.reference = documents, reference
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        """Item `index`; `ValueError` if the documents are no pairs, or an answer has no target."""
-        first, second = self.documents.pair(index)
+        """Item `index`; `ValueError` if an answer has no target."""
+        first, second = self.documents.members(index)
         reference = None if self.reference is None else self.reference[index]
-        signed = self.documents.signed_weights
-        return PreferencePair(first, second, reference, 1.0 if signed is None else float(signed[index]))
+        weight = 1.0 if self.documents.weights is None else float(self.documents.weights[index])
+        return PreferencePair(first, second, reference, weight, bool(self.documents.labels[index]))
 
 
 @dataclass(frozen=True)
@@ -305,6 +314,7 @@ class PreferenceCollator:
         # A pack without items counts as one whose values are known.
         reference = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         weights = torch.tensor([item.weight for item in items], dtype=torch.float64)
-        own: dict[str, Any] = {"denominator": float(weights.abs().sum()), "item_weights": weights}
+        own: dict[str, Any] = {"denominator": float(weights.sum()), "item_weights": weights}
+        own["desirable"] = torch.tensor([item.is_desirable for item in items], dtype=torch.bool)
         own["reference"] = reference if len(known) == len(items) else None
         return PreferenceBatch(**(vars(batch) | own))

@@ -30,7 +30,7 @@ from multipack.data.stores.writer import StoreWriter, remove_store
 from multipack.data.text.data_config import RECORDS, DataConfig
 from multipack.data.text.skipped import counted, skipped_lines
 from multipack.data.text.sources import Source
-from multipack.data.text.texts import SourceDocument
+from multipack.data.text.texts import Item
 from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
 from multipack.planning.options import check_choice
 
@@ -42,8 +42,6 @@ _DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14
 EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
-Item = tuple[SourceDocument, ...]
-"""One document, or the two answers of a preference pair."""
 
 
 def prepare(
@@ -76,9 +74,14 @@ def prepare(
 
     Raises:
         ImportError: a package that the source, the tokenizer or the engine needs is not installed.
-        ValueError: the settings contradict each other, the source is malformed or empty, or `out` holds other files.
+        ValueError: the settings contradict each other, the source is malformed or empty or a stream, or `out` holds
+            other files.
     """
     tokenizer.check()
+    if data.stream:
+        raise ValueError(
+            "data.stream=true is for training while records arrive; leave it out to prepare a store"
+        )
     check_choice("--engine", engine, EngineName)
     number, parts = _check_options(data, engine, shards, part, out)
     data = _dated(data, out)
@@ -195,12 +198,10 @@ def _write_part(
         path,
         tokenizer,
         part=part,
-        chat_template=source.records.chat_template,
         key=key,
         split_by="position" if source.is_stream else "document",
         overlong=source.overlong,
-        pairs=source.records.pairs,
-        labels=source.records.form == "label",
+        **source.find_form().header,
         parts=parts,
         description=source.describe(),
     ) as writer:
@@ -223,7 +224,7 @@ def _write_part(
             if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
                 writer.end_shard()
             progress(source.done, source.total, f"{source.unit} tokenized")
-        kept = writer.num_documents // (2 if source.records.pairs else 1)
+        kept = writer.num_documents // writer.header.item_size
         writer.skipped, writer.places = dict(source.skipped), source.places
         writer.notes = source.reader.notes
         if read > kept and not source.is_stream:
@@ -264,10 +265,10 @@ def items_of(source: Source) -> Iterator[Item]:
     BLAKE2b over its texts and targets are kept, in some 17 bytes of memory. (Two of 10¹² different items share a hash
     with a probability of about 10⁻¹⁵.)
     """
-    seen, documents = _Digests(), iter(source)
-    for item in zip(*[documents] * (2 if source.records.pairs else 1), strict=True):
+    seen, form = _Digests(), source.find_form()
+    for item in source.items():
         if source.config.dedup:
-            own = item[:1] if source.records.label else item  # the second answer is another record's
+            own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
             if not seen.add(hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()):
                 source.skip("duplicates", item[0].name)

@@ -25,19 +25,24 @@ from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from multipack.atomic import read_file, with_advice, write_atomically
-from multipack.data.text.skipped import Places, checked_places
-from multipack.planning.lengths import check_integer
+from multipack.data.text.skipped import Notes, Places, checked_places
+from multipack.planning.lengths import Integers, check_integer
 
-Integers = NDArray[np.int64]
-Notes = dict[str, tuple[int, str]]
-"""What people should know about records → number of these records, and the name of the first."""
+ItemKind = Literal["documents", "pairs", "labels"]
+"""Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
+followed by another record's answer to its prompt."""
+ITEM_NAMES: dict[ItemKind, str] = {
+    "documents": "single documents",
+    "pairs": "preference pairs",
+    "labels": "labeled answers",
+}
 FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 SHARDS = "shard-*.safetensors"
@@ -319,13 +324,22 @@ class StoreHeader:
     # contiguous range
     split_by: str = "document"
     overlong: str = "error"  # policy for documents longer than a pack if `data.overlong` is auto
-    # whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i
+    # whether documents 2i and 2i + 1 are one item; see `kind`
     pairs: bool = False
-    # whether they are, instead, a labeled answer (see `Shard.weights`) and another record's to its prompt
     labels: bool = False
     parts: int = 1  # number of parts that are prepared separately
     # one line about the source; `{documents}` in it is replaced by the number of documents
     description: str = ""
+
+    @property
+    def kind(self) -> ItemKind:
+        """What an item of the store is."""
+        return "labels" if self.labels else "pairs" if self.pairs else "documents"
+
+    @property
+    def item_size(self) -> int:
+        """Number of neighboring documents of an item."""
+        return 2 if self.pairs else 1
 
     def _check(self) -> None:
         """Check the types of all fields; `TypeError` or `ValueError`."""
@@ -334,6 +348,8 @@ class StoreHeader:
                 raise TypeError(f"{entry.name} is {value!r:.60}, not {entry.type}")
         check_integer("vocabulary_size", self.vocabulary_size, 0, 1 << 32)
         check_integer("parts", self.parts, 1, _MOST_PARTS)
+        if self.labels and not self.pairs:
+            raise ValueError("labels without pairs")
 
     def _checksum(self) -> str:
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))

@@ -26,25 +26,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.stores.shards import (
+    ITEM_NAMES,
     TOKENIZER,
-    Integers,
-    Notes,
     Shard,
     StoreHeader,
     chain,
     damaged,
     find_shards,
 )
-from multipack.data.text.skipped import Places, add_places
+from multipack.data.text.skipped import Notes, Places, add_notes, add_places
 from multipack.data.text.tokenizer import Progress, Tokenizer, silent
+from multipack.planning.lengths import Integers
 
-_COMPUTED = ("lengths", "weights", "tokenizer")
+_COMPUTED = ("lengths", "weights", "labels", "tokenizer")
 
 
 class TokenStore:
     """A token store, read-only; its shards are mapped.
 
-    A preference pair is two documents here, the chosen answer and the rejected one.
+    Neighboring documents may be one item, such as the answers of a preference pair; see `ItemKind`.
 
     Args:
         path: folder of the store; names it in messages.
@@ -59,9 +59,9 @@ class TokenStore:
         num_documents: number of documents.
         num_tokens: number of tokens.
         vocabulary_size: every token is less than this.
-        has_pairs: whether documents 2i and 2i + 1 are one item: a preference pair, or a labeled answer and that of
-            another record.
-        has_labels: whether they are the latter.
+        kind: what an item is, see `ItemKind`.
+        item_size: number of documents of an item.
+        num_items: number of items.
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
@@ -103,12 +103,12 @@ class TokenStore:
         self.num_documents = int(self.first[-1])
         self.num_tokens = sum(len(shard.tokens) for shard in self.shards)
         self.vocabulary_size = self.header.vocabulary_size
-        self.has_pairs, self.has_labels = self.header.pairs, self.header.labels
-        number = self.num_documents // (2 if self.has_pairs else 1)
-        self.description = self.header.description.replace("{documents}", f"{number:,}")
+        self.kind, self.item_size = self.header.kind, self.header.item_size
+        self.num_items = self.num_documents // self.item_size
+        self.description = self.header.description.replace("{documents}", f"{self.num_items:,}")
         content = chain((shard.content, len(shard)) for shard in self.shards)
-        kind = "labels" if self.has_labels else self.has_pairs
-        decisive = [self.header.tokenizer_hash, self.header.split_by, kind, content]
+        kinds = {"documents": False, "pairs": True, "labels": "labels"}
+        decisive = [self.header.tokenizer_hash, self.header.split_by, kinds[self.kind], content]
         self.checksum = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
         self.bytes_asked = 0
 
@@ -117,7 +117,7 @@ class TokenStore:
         """The documents of several stores, in order; names begin with their store's label.
 
         Raises:
-            ValueError: the stores have different tokenizers, or only some hold preference pairs.
+            ValueError: the stores have different tokenizers, or items of different kinds.
         """
         first = stores[0]
         for other in stores[1:]:
@@ -126,11 +126,11 @@ class TokenStore:
                     f"{first.path} with {first.header.tokenizer} and {other.path} with {other.header.tokenizer} have"
                     " different tokenizers: prepare one of them again with tokenizer.kind=file and the other's path"
                 )
-            for name, kind in (("has_pairs", "preference pairs"), ("has_labels", "labeled answers")):
-                if getattr(other, name) != getattr(first, name):
-                    raise ValueError(
-                        f"only one of {first.path} and {other.path} holds {kind}: train on one kind"
-                    )
+            if other.kind != first.kind:
+                raise ValueError(
+                    f"{first.path} holds {ITEM_NAMES[first.kind]}, and {other.path} {ITEM_NAMES[other.kind]}: train on"
+                    " one kind"
+                )
         templates = {store.header.chat_template for store in stores}
         header = replace(first.header, chat_template=templates.pop() if len(templates) == 1 else "")
         shards = [
@@ -141,22 +141,14 @@ class TokenStore:
         return cls(path, first.folder, header=header, shards=shards)
 
     @property
-    def kind(self) -> str:
-        """What its documents are."""
-        return "labeled answers" if self.has_labels else "pairs" if self.has_pairs else "single documents"
-
-    @property
     def warnings(self) -> list[str]:
         """Sentences on records that are trained otherwise than they seem to be, with the name of the first."""
         noted: Notes = {}
         for shard in self.shards:
-            for text, (count, name) in shard.notes.items():
-                before, first = noted.get(text, (0, shard.label + name))
-                noted[text] = (before + count, first)
-        number = self.num_documents // (2 if self.has_pairs else 1)
+            add_notes(noted, shard.notes, shard.label)
         kind = "conversations" if self.header.chat_template else "documents"
         return [
-            f"{count:,} of {number:,} {kind} with {text} (the first: {first})"
+            f"{count:,} of {self.num_items:,} {kind} with {text} (the first: {first})"
             for text, (count, first) in noted.items()
         ]
 
@@ -197,12 +189,21 @@ class TokenStore:
 
     @cached_property
     def weights(self) -> NDArray[np.float64] | None:
-        """(documents,) weight of each document in the loss, see `Shard`; None = all are 1."""
+        """(documents,) weight of each document in the loss; None = all are 1."""
         if not any(len(shard.weights) for shard in self.shards):
             return None
-        return np.concatenate(
-            [shard.weights if len(shard.weights) else np.ones(len(shard)) for shard in self.shards]
-        )
+        return np.abs(self._signed_weights)
+
+    @cached_property
+    def labels(self) -> NDArray[np.bool_]:
+        """(documents,) whether each is desirable, or the answer beside a desirable one; all true of other items."""
+        return ~np.signbit(self._signed_weights)
+
+    @property
+    def _signed_weights(self) -> NDArray[np.float64]:
+        """(documents,) weights as shards have them: the sign is the label."""
+        signed = (shard.weights if len(shard.weights) else np.ones(len(shard)) for shard in self.shards)
+        return np.concatenate([np.zeros(0), *signed])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -23,14 +23,13 @@ from multipack.data.stores.shards import (
     HEADER,
     SHARDS,
     TOKENIZER,
-    Notes,
     Shard,
     ShardFile,
     StoreHeader,
     find_shards,
     shard_name,
 )
-from multipack.data.text.skipped import Places
+from multipack.data.text.skipped import Notes, Places
 from multipack.data.text.texts import CHAT_TEMPLATE, SourceDocument
 from multipack.data.text.tokenizer import Tokenizer
 
@@ -283,8 +282,8 @@ class StoreWriter:
     def _move_on(self) -> None:
         """Move documents from memory to the shard's file, and end the shard, when they are many."""
         own, is_stream = self._builder, self.header.split_by == "position"
-        is_open_pair = self.header.pairs and (self._file.documents + len(own)) % 2
-        if self._file.tokens + own.num_tokens >= SHARD_TOKENS and not is_open_pair:
+        is_open_item = (self._file.documents + len(own)) % self.header.item_size > 0
+        if self._file.tokens + own.num_tokens >= SHARD_TOKENS and not is_open_item:
             self.end_shard()
         elif not is_stream and (own.num_tokens >= PIECE_TOKENS or len(own) >= PIECE_DOCUMENTS):
             self._file.append(own.build())

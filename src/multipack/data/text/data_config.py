@@ -18,7 +18,7 @@ RECORDS = ("jsonl", "parquet", "huggingface")
 """Sources whose documents are records with named fields."""
 BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
-Division = Literal["auto", "file", "blank_line", "separator", "stream"]
+TextDivision = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
@@ -56,7 +56,7 @@ class DataConfig:
     """Configuration (`name`) of a data set on the Hugging Face hub."""
     part: str = "train"
     """Part (`split`) of a Hugging Face data set."""
-    documents: Division = "auto"
+    documents: TextDivision = "auto"
     """Division of text into documents; auto: a stream with block_size, by separator if given, else by file."""
     separator: str = ""
     """Text between two documents of a file; part of neither."""
@@ -171,7 +171,7 @@ class DataConfig:
     def _check_source(self) -> None:
         """Check that each setting that was changed has an effect with this source."""
         for names, sources, hint in _ONLY_WITH:
-            changed = [name for name in names.split() if getattr(self, name) != getattr(_DEFAULTS, name)]
+            changed = [name for name in names if getattr(self, name) != getattr(_DEFAULTS, name)]
             if changed and self.source not in sources:
                 if changed == ["path"] and (source := source_of(self.path)):
                     hint = f"set data={source} to read {self.path}"
@@ -258,7 +258,7 @@ class DataConfig:
         return 0.0 if self.validation_sets else self.validation
 
     @property
-    def division(self) -> Division:
+    def division(self) -> TextDivision:
         """`documents`, with auto resolved."""
         if self.documents != "auto":
             return self.documents
@@ -294,20 +294,22 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 """Setting, whether a value is legal, and the legal values in words."""
 _OUT = "leave it out"
-_ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("path", ("text", *RECORDS, "store"), "set data.source=text, or data.paths=[STORE,…] for a mixture"),
-    ("subset part validation_part", ("huggingface",), _OUT),
-    ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
-    ("documents separator", ("text",), _OUT),
-    ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
+_ONLY_WITH: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (("path",), ("text", *RECORDS, "store"), "set data.source=text, or data.paths=[STORE,…] for a mixture"),
+    (("subset", "part", "validation_part"), ("huggingface",), _OUT),
+    (("stream",), ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
+    (("documents", "separator"), ("text",), _OUT),
+    (("block_size",), ("text", "store"), "data.overlong=split cuts documents that are too long"),
     (
-        "broken format fields weight_field alpaca_prompt drop_system as_chat chat_template template_date"
-        " special_tokens",
+        (
+            *("broken", "format", "fields", "weight_field", "alpaca_prompt", "drop_system", "as_chat"),
+            *("chat_template", "template_date", "special_tokens"),
+        ),
         RECORDS,
         _OUT,
     ),
-    ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
-    ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
+    (("dedup",), ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
+    (("paths", "weights", "weigh_by", "mixture_ends"), ("mixture",), "set data.source=mixture"),
 )
 """Settings, the sources with which they have an effect, and what to do with the others."""
 

@@ -22,11 +22,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, takewhile
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from multipack.data.text.alpaca import alpaca_prompt
 from multipack.data.text.data_config import DataConfig
+from multipack.data.text.skipped import Notes, add_notes
 from multipack.data.text.texts import BrokenRecord, Found, Message, Skip, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
@@ -71,53 +73,83 @@ Entry = tuple[dict[str, Any] | BrokenRecord | None, str, str]
 _Finish = Callable[[list[Any]], Sequence[Found]]
 
 
-class _Begun(NamedTuple):
-    """A record, what the template is asked to write of it, and a function that makes the documents of it."""
-
-    name: str
-    where: str
-    requests: list[str]
-    finish: _Finish
-
-
-class RecordReader:
-    """Makes documents of the records of one source; the first record decides the form of all.
-
-    Args:
-        config: the settings of records are read.
-        open_template: opens the `ChatTemplate` when the first record holds messages.
+@dataclass(frozen=True)
+class RecordForm:
+    """What the records of a source hold; the first one decides it.
 
     Attributes:
-        form: text, completion, alpaca, chat, preference or label; None before the first record.
-        context: name of the field before the answers, if there is one.
+        name: text, completion, alpaca, chat, preference or label; None: there is no record.
+        context: names of the fields before the answers.
         answers: names of the fields that are targets: one, or chosen and rejected.
         tools: name of the field of callable tools, which a record may lack.
         label: name of the field that says whether an answer is desirable; empty in other forms.
-        template: the `ChatTemplate` that renders messages; None before the first record, and if the fields hold text.
-        chat_template: the template as JSON; empty without one.
-        special_tokens: names of its special tokens.
-        notes: what people should know about the records so far → their number, and the name of the first.
+        template: the `ChatTemplate` that renders messages; None if the fields hold text.
     """
 
-    def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
-        self._config, self._open_template = config, open_template
-        self.form: Form | None = None
-        self.context, self.answers, self.tools = tuple[str, ...](), tuple[str, ...](), "tools"
-        self.label = ""
-        self.template = cast(Any, None)
-        self._unused = _left_out(config.fields)
-        self.restart()
-        self.chat_template, self.special_tokens = "", tuple[str, ...]()
+    name: Form | None = None
+    context: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    tools: str = "tools"
+    label: str = ""
+    template: Any = None
 
-    def restart(self) -> None:
-        """Forget the records before: the next one is the first."""
-        self._last_answer: str | list[Message] | None = None
-        self.notes: dict[str, tuple[int, str]] = {}
+    @classmethod
+    def of(cls, record: dict[str, Any], config: DataConfig, open_template: Callable[[], Any]) -> RecordForm:
+        """The form of a record by the settings, or else the first of `FORMS` whose fields it has.
+
+        Raises:
+            BrokenRecord: it has the fields of no form.
+            ValueError: a setting does not suit its form.
+        """
+        name, fields = _named_fields(record, config)
+        tools, label = "tools", ""
+        if name == "chat":
+            tools, fields = (*fields[1:], "tools")[0], fields[:1]
+        if name == "label":
+            label, fields = fields[-1], fields[:-1]
+        count = 2 if name == "preference" else 1
+        has_messages = any(isinstance(record.get(field), list | dict) for field in fields)
+        if config.as_chat and name == "text":
+            raise ValueError(
+                f"data.as_chat=true writes prompts and answers as turns, and this is text ({fields[0]}): leave it out"
+            )
+        is_chat = name == "chat" or (name != "text" and (has_messages or config.as_chat))
+        template = open_template() if is_chat else None
+        form = cls(name, fields[:-count], fields[-count:], tools, label, template)
+        if config.chat_template and not is_chat:
+            raise ValueError(
+                f"data.chat_template={config.chat_template} is for messages, but this is {name}"
+                f" ({form.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
+                " data.fields, with data.format=chat"
+            )
+        if config.alpaca_prompt != "instruct" and (name != "alpaca" or is_chat):
+            raise ValueError(
+                f"data.alpaca_prompt={config.alpaca_prompt} is for instructions and outputs as text, but this is"
+                f" {name} ({form.describe()}); leave it out"
+            )
+        if config.drop_system and not is_chat:
+            raise ValueError(f"data.drop_system=true is for messages, but this is {name}; leave it out")
+        return form
 
     @property
     def pairs(self) -> bool:
         """Whether a record becomes two documents."""
-        return self.form in ("preference", "label")
+        return self.name in ("preference", "label")
+
+    @property
+    def chat_template(self) -> str:
+        """The template as JSON; empty without one."""
+        return "" if self.template is None else str(self.template.to_json())
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of the header of a store of such records."""
+        return {"chat_template": self.chat_template, "pairs": self.pairs, "labels": self.name == "label"}
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Names of the template's special tokens."""
+        return () if self.template is None else self.template.special_tokens
 
     def describe(self) -> str:
         """The fields, and the name of the template with the day that it writes."""
@@ -127,182 +159,25 @@ class RecordReader:
             return fields
         return f"{fields}, {self.template.name}" + (f" of {self.template.day}" * self.template.names_the_day)
 
-    def columns(self, names: Iterable[str]) -> list[str]:
-        """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
-        names, fields = list(names), (*self.context, *self.answers) or tuple(self._config.fields)
-        required = [fields] if fields else [known for _, known in FORMS]
-        if not any({*some} <= {*names} for some in required):
-            return names
-        wanted = {
-            "tools",
-            "system",
-            self.label,
-            self._config.weight_field,
-            *CONTEXTS,
-            *self._unused,
-            *(self._config.fields or chain(*required)),
-        }
-        return [name for name in names if name in wanted]
-
-    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Sequence[Found]]:
-        """The documents of each record in order: two of two answers, or a `Skip` with the reason why it has none.
-
-        Conversations are read ahead, because the template writes many of them at once.
-
-        Args:
-            entries: the records.
-            unit: what each is one of: `lines` or `rows`.
-
-        Raises:
-            ValueError: a setting does not suit the first record.
-        """
-        for batch in _gathered(self._begun(entry, unit) for entry in entries):
-            requests = [request for begun in batch for request in begun.requests]
-            written = self.template.write(requests) if requests else iter(())
-            for name, where, asked, finish in batch:
-                try:
-                    found = finish([*islice(written, len(asked))] if asked else [])
-                except _FAULTS as error:
-                    found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
-                yield found
-
-    def _begun(self, entry: Entry, unit: str) -> _Begun:
-        """A record whose documents wait for the template."""
-        record, name, where = entry
-        found: Found
-        try:
-            if isinstance(record, dict):
-                if self.form is None:
-                    self._begin(record)
-                return _Begun(name, where, *self._documents(record, name))
-            found = (
-                Skip(f"blank {unit}", name) if record is None else Skip(f"broken {unit}", name, str(record))
-            )
-        except _FAULTS as error:
-            if self.form is None and not isinstance(error, BrokenRecord):
-                raise ValueError(f"{where}: {error}") from error
-            found = Skip(f"broken {unit}", name, f"{where}: {error}")
-        return _Begun(name, where, [], lambda _: [found])
-
-    def _begin(self, record: dict[str, Any]) -> None:
-        """Take form and fields from the configuration, or else the first of `FORMS` that the record has."""
-        form: Any = self._config.format
-        fields = tuple(self._config.fields)
-        if fields and form == "auto":
-            is_list = len(fields) == 1 and isinstance(record.get(fields[0]), list)
-            form = "chat" if is_list else ("text", "completion", "preference")[len(fields) - 1]
-        elif not fields:
-            known = [entry for entry in FORMS if form in ("auto", entry[0])]
-            found = [entry for entry in known if {*entry[1]} <= record.keys()]
-            if form == "auto" and not isinstance(record.get("label"), bool):
-                found = [entry for entry in found if entry[0] != "label"]
-            if not found and form == "auto":
-                raise BrokenRecord(
-                    "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
-                    f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
-                )
-            form, fields = (found or known)[0]
-            if form == "alpaca":
-                fields = ALPACA_FIELDS  # other records may have an input, too
-            if form == "preference":
-                fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
-        if form == "chat":
-            self.tools, fields = (*fields[1:], "tools")[0], fields[:1]
-        if form == "label":
-            self.label, fields = fields[-1], fields[:-1]
-        count = 2 if form == "preference" else 1
-        self.context, self.answers = fields[:-count], fields[-count:]
-        has_messages = any(isinstance(record.get(name), list | dict) for name in fields)
-        if self._config.as_chat and form == "text":
-            raise ValueError(
-                f"data.as_chat=true writes prompts and answers as turns, and this is text ({fields[0]}): leave it out"
-            )
-        if form == "chat" or (form != "text" and (has_messages or self._config.as_chat)):
-            self.template = self._open_template()
-            self.chat_template, self.special_tokens = self.template.to_json(), self.template.special_tokens
-        elif self._config.chat_template:
-            raise ValueError(
-                f"data.chat_template={self._config.chat_template} is for messages, but this is {form}"
-                f" ({self.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
-                " data.fields, with data.format=chat"
-            )
-        if self._config.alpaca_prompt != "instruct" and (form != "alpaca" or self.template is not None):
-            raise ValueError(
-                f"data.alpaca_prompt={self._config.alpaca_prompt} is for instructions and outputs as text, but this is"
-                f" {form} ({self.describe()}); leave it out"
-            )
-        if self._config.drop_system and self.template is None:
-            raise ValueError(f"data.drop_system=true is for messages, but this is {form}; leave it out")
-        self.form = form
-
-    def _documents(self, record: dict[str, Any], name: str) -> tuple[list[str], _Finish]:
-        """What the template is asked to write of a record, and a function that makes the documents of it."""
-        context: Any
-        answers: Any
-        if self.template is None:
-            context = [_text(record, field) for field in self._present(record)]
-            answers = [_text(record, field) for field in self.answers]
-        else:
-            context, answers = self._messages(record)
-        if len(answers) == 2 and answers[0] == answers[1]:
-            return [], lambda _: [Skip("pairs of equal answers", name)]
-        if not all(map(_has_answer, answers)):
-            return [], lambda _: [Skip(WITHOUT_ANSWER[self.form or "text"], name)]
-        weight = _weight(record, self._config.weight_field) if self._config.weight_field else 1.0
-        if self.label:
-            weight = weight if _label(record, self.label) else -weight
-            last, self._last_answer = self._last_answer, answers[0]
-            answers = [answers[0], answers[0] if last is None else last]
-        notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
-        if self.template is None:
-            prompt = [TextPart(text + self._config.between, False) for text in context]
-            if self.form == "alpaca":
-                prompt = alpaca_prompt(self._config.alpaca_prompt, *context)
-            parts = [(*prompt, TextPart(answer, True)) for answer in answers]
-            return [], lambda _: self._found(name, parts, weight, notes)
-        tools = read_tools(record.get(self.tools), self.tools)
-        chats = [self.template.chat(context + answer, tools) for answer in answers]
-
-        def finish(written: list[Any]) -> Sequence[Found]:
-            cut = zip(written, chats, strict=True)
-            found = [self.template.cut(text, chat, len(context)) for text, chat in cut]
-            own = zip(answers[:1] if self.label else answers, found, strict=False)  # not another record's
-            more = (self.template.notes(context + answer, tools, parts) for answer, parts in own)
-            return self._found(name, found, weight, notes.union(*more))
-
-        return [chat.request() for chat in chats], finish
-
-    def _found(
-        self, name: str, found: list[tuple[TextPart, ...]], weight: float, notes: set[str]
-    ) -> Sequence[Found]:
-        """The documents of these parts, after their notes are kept."""
-        for text in sorted(notes) if notes else ():
-            count, first = self.notes.get(text, (0, name))
-            self.notes[text] = (count + 1, first)
-        documents = [SourceDocument(name, parts, self.template is None) for parts in found]
-        if weight != 1.0:  # of an item, which may be two documents
-            documents[0] = documents[0]._replace(weight=weight)
-        return documents
-
-    def _present(self, record: dict[str, Any]) -> Sequence[str]:
+    def present(self, record: dict[str, Any]) -> Sequence[str]:
         """The fields of the context of a record, without Alpaca's `input` if it has none."""
-        if self.form != "alpaca":
+        if self.name != "alpaca":
             return self.context
         optional = [name for name in self.context[1:] if record.get(name) is not None]
         return [*self.context[:1], *optional]
 
-    def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
+    def messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """Context and answers of a record; its field `system` begins the context.
 
         Preferences may be whole conversations: their common beginning is the context.
         """
-        role = "" if self.form == "chat" else "assistant"
+        role = "" if self.name == "chat" else "assistant"
         context = [
             entry
-            for field in self._present(record)
+            for field in self.present(record)
             for entry in read_messages(_field(record, field), field, "user")
         ]
-        if self.form == "alpaca":  # one turn of the user
+        if self.name == "alpaca":  # one turn of the user
             said = [entry["content"] for entry in context if entry["content"].strip()]
             context = [{"role": "user", "content": "\n\n".join(said)}]
         answers = [read_messages(_field(record, field), field, role) for field in self.answers]
@@ -320,10 +195,169 @@ class RecordReader:
             context, answers = first[:common], [answer[common:] for answer in answers]
         if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
             context = [{"role": "system", "content": _text(record, "system")}, *context]
-        if self._config.drop_system:
-            answers = answers if context else [_after_system(answer) for answer in answers]
-            context = _after_system(context)
         return context, answers
+
+
+def _named_fields(record: dict[str, Any], config: DataConfig) -> tuple[Form, tuple[str, ...]]:
+    """The name of a record's form, and its fields, those of the context first."""
+    form: Any = config.format
+    fields = tuple(config.fields)
+    if fields and form != "auto":
+        return form, fields
+    if fields:
+        is_list = len(fields) == 1 and isinstance(record.get(fields[0]), list)
+        return "chat" if is_list else ("text", "completion", "preference")[len(fields) - 1], fields
+    known = [entry for entry in FORMS if form in ("auto", entry[0])]
+    found = [entry for entry in known if {*entry[1]} <= record.keys()]
+    if form == "auto" and not isinstance(record.get("label"), bool):
+        found = [entry for entry in found if entry[0] != "label"]
+    if not found and form == "auto":
+        raise BrokenRecord(
+            "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
+            f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
+        )
+    name, fields = (found or known)[0]
+    if name == "alpaca":
+        fields = ALPACA_FIELDS  # other records may have an input, too
+    if name == "preference":
+        fields = (*[field for field in CONTEXTS if field in record][:1], *fields)
+    return name, fields
+
+
+class _Begun(NamedTuple):
+    """A record, what the template is asked to write of it, and a function that makes the documents of it."""
+
+    name: str
+    where: str
+    requests: list[str]
+    finish: _Finish
+
+
+class RecordReader:
+    """Makes documents of the records of one source; the first record decides the form of all.
+
+    Args:
+        config: the settings of records are read.
+        open_template: opens the `ChatTemplate` when the first record holds messages.
+
+    Attributes:
+        form: of the records; None before the first one.
+        notes: what people should know about the records so far.
+    """
+
+    def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
+        self._config, self._open_template = config, open_template
+        self.form: RecordForm | None = None
+        self._unused = _left_out(config.fields)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the records before: the next one is the first."""
+        self._last_answer: str | list[Message] | None = None
+        self.notes: Notes = {}
+
+    def columns(self, names: Iterable[str]) -> list[str]:
+        """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
+        names, config, form = list(names), self._config, self.form or RecordForm()
+        fields = (*form.context, *form.answers) or tuple(config.fields)
+        required = [fields] if fields else [known for _, known in FORMS]
+        if not any({*some} <= {*names} for some in required):
+            return names
+        more = ("tools", "system", form.label, config.weight_field, *CONTEXTS, *self._unused)
+        wanted = {*more, *(config.fields or chain(*required))}
+        return [name for name in names if name in wanted]
+
+    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Sequence[Found]]:
+        """The documents of each record in order: two of two answers, or a `Skip` with the reason why it has none.
+
+        Conversations are read ahead, because the template writes many of them at once.
+
+        Args:
+            entries: the records.
+            unit: what each is one of: `lines` or `rows`.
+
+        Raises:
+            ValueError: a setting does not suit the first record.
+        """
+        for batch in _gathered(self._begun(entry, unit) for entry in entries):
+            requests = [request for begun in batch for request in begun.requests]
+            written = self.form.template.write(requests) if self.form and requests else iter(())
+            for name, where, asked, finish in batch:
+                try:
+                    found = finish([*islice(written, len(asked))] if asked else [])
+                except _FAULTS as error:
+                    found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
+                yield found
+
+    def _begun(self, entry: Entry, unit: str) -> _Begun:
+        """A record whose documents wait for the template."""
+        record, name, where = entry
+        found: Found
+        try:
+            if isinstance(record, dict):
+                if self.form is None:
+                    self.form = RecordForm.of(record, self._config, self._open_template)
+                return _Begun(name, where, *self._documents(self.form, record, name))
+            found = (
+                Skip(f"blank {unit}", name) if record is None else Skip(f"broken {unit}", name, str(record))
+            )
+        except _FAULTS as error:
+            if self.form is None and not isinstance(error, BrokenRecord):
+                raise ValueError(f"{where}: {error}") from error
+            found = Skip(f"broken {unit}", name, f"{where}: {error}")
+        return _Begun(name, where, [], lambda _: [found])
+
+    def _documents(self, form: RecordForm, record: dict[str, Any], name: str) -> tuple[list[str], _Finish]:
+        """What the template is asked to write of a record, and a function that makes the documents of it."""
+        context: Any
+        answers: Any
+        template, config = form.template, self._config
+        if template is None:
+            context = [_text(record, field) for field in form.present(record)]
+            answers = [_text(record, field) for field in form.answers]
+        else:
+            context, answers = form.messages(record)
+            if config.drop_system:
+                answers = answers if context else [_after_system(answer) for answer in answers]
+                context = _after_system(context)
+        if len(answers) == 2 and answers[0] == answers[1]:
+            return [], lambda _: [Skip("pairs of equal answers", name)]
+        if not all(map(_has_answer, answers)):
+            return [], lambda _: [Skip(WITHOUT_ANSWER[form.name or "text"], name)]
+        weight = _weight(record, config.weight_field) if config.weight_field else 1.0
+        if form.label:
+            weight = weight if _label(record, form.label) else -weight
+            last, self._last_answer = self._last_answer, answers[0]
+            answers = [answers[0], answers[0] if last is None else last]
+        notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
+        if template is None:
+            prompt = [TextPart(text + config.between, False) for text in context]
+            if form.name == "alpaca":
+                prompt = alpaca_prompt(config.alpaca_prompt, *context)
+            parts = [(*prompt, TextPart(answer, True)) for answer in answers]
+            return [], lambda _: self._found(name, parts, weight, notes, takes_end=True)
+        tools = read_tools(record.get(form.tools), form.tools)
+        chats = [template.chat(context + answer, tools) for answer in answers]
+
+        def finish(written: list[Any]) -> Sequence[Found]:
+            cut = zip(written, chats, strict=True)
+            found = [template.cut(text, chat, len(context)) for text, chat in cut]
+            own = zip(answers[:1] if form.label else answers, found, strict=False)  # not another record's
+            more = (template.notes(context + answer, tools, parts) for answer, parts in own)
+            return self._found(name, found, weight, notes.union(*more), takes_end=False)
+
+        return [chat.request() for chat in chats], finish
+
+    def _found(
+        self, name: str, found: list[tuple[TextPart, ...]], weight: float, notes: set[str], takes_end: bool
+    ) -> Sequence[Found]:
+        """The documents of these parts, after their notes are kept."""
+        if notes:
+            add_notes(self.notes, dict.fromkeys(sorted(notes), (1, name)))
+        documents = [SourceDocument(name, parts, takes_end) for parts in found]
+        if weight != 1.0:  # of an item, which may be two documents
+            documents[0] = documents[0]._replace(weight=weight)
+        return documents
 
 
 def _gathered(entries: Iterator[_Begun]) -> Iterator[list[_Begun]]:

@@ -1,4 +1,4 @@
-"""What a source leaves out: counts by reason, and the places of the first entries of each."""
+"""What people should know about a source: what it leaves out, with the first places of each reason, and notes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ MOST_PLACES = 20
 """Places that are kept for each reason."""
 Places = dict[str, list[str]]
 """Reason → names of the first entries that were left out for it, such as `train.jsonl:17`."""
+Notes = dict[str, tuple[int, str]]
+"""What people should know about records → number of these records, and the name of the first."""
 
 
 def counted(count: int, nouns: str) -> str:
@@ -28,6 +30,13 @@ def add_places(places: Places, reason: str, names: Iterable[str]) -> None:
     """Add names of entries that were left out, up to `MOST_PLACES`."""
     kept = places.setdefault(reason, [])
     kept.extend([*names][: MOST_PLACES - len(kept)])
+
+
+def add_notes(notes: Notes, more: Notes, label: str = "") -> None:
+    """Add the notes of further records, whose names begin with `label`."""
+    for text, (count, name) in more.items():
+        before, first = notes.get(text, (0, label + name))
+        notes[text] = (before + count, first)
 
 
 def skipped_lines(skipped: Mapping[str, int], places: Mapping[str, list[str]]) -> list[str]:

@@ -28,10 +28,11 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from multipack.data.text import stdlib
 from multipack.data.text.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
-from multipack.data.text.records import Entry, RecordReader, without_nulls
+from multipack.data.text.records import Entry, RecordForm, RecordReader, without_nulls
 from multipack.data.text.skipped import MOST_PLACES, Places, add_places, grouped
 from multipack.data.text.texts import (
     Found,
+    Item,
     Skip,
     SourceDocument,
     TextPart,
@@ -64,8 +65,8 @@ class Source:
     Attributes:
         config: as given.
         files: files to read, sorted by name; empty for a Hugging Face data set.
-        dataset: the open data set of `data.source=huggingface`.
-        reader: makes documents of records; see `records`.
+        dataset: the rows of `data.source=huggingface`; None for other sources. Of a stream see `chunk`.
+        reader: makes documents of records.
         name: name of the source, for messages.
         unit: unit of `done` and `total`: bytes of files, or rows.
         total: size of the source, in `unit`.
@@ -80,10 +81,6 @@ class Source:
 
     def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
         config.check()
-        if config.stream:
-            raise ValueError(
-                "data.stream=true is for training while records arrive; leave it out to prepare a store"
-            )
         self.config = config
         self.reader = RecordReader(config, partial(open_template, config, tokenizer or TokenizerConfig()))
         self.files: list[SourceFile] = []
@@ -91,13 +88,13 @@ class Source:
         self.name, self.unit, self.total = config.path, "bytes", 0
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
         self.skipped, self.places, self.fault = Counter[str](), Places(), ""
-        self._ignored, self._done = 0, 0
+        self._ignored, self._done, self._before = 0, 0, 0
         self._reached: int | None = None  # `done`, while records are read ahead
         self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
-            self.dataset = open_dataset(config)
+            self.dataset = [] if config.stream else open_dataset(config)
             self.unit, self.total = "rows", len(self.dataset)
-            if Path(config.path).expanduser().exists():
+            if config.stream or Path(config.path).expanduser().exists():
                 self.name = Path(config.path).name
             return
         if config.source not in READERS:
@@ -133,6 +130,12 @@ class Source:
         part._ignored = self._ignored if number == 0 else 0
         return part
 
+    def chunk(self, rows: list[dict[str, Any]], before: int) -> Source:
+        """A source of some rows of a stream, with the same reader; `before` others precede them."""
+        part = copy.copy(self)
+        part.dataset, part.total, part._before = rows, len(rows), before
+        return part
+
     @property
     def is_stream(self) -> bool:
         """Whether the source is one stream of text, not divided into documents."""
@@ -163,6 +166,10 @@ class Source:
             else:
                 self.skip(found.reason, found.name)
                 self.fault = self.fault or found.fault
+
+    def items(self) -> Iterator[Item]:
+        """The documents, by the item that they belong to."""
+        return zip(*[iter(self)] * (2 if self.find_form().pairs else 1), strict=True)
 
     def skip(self, reason: str, name: str) -> None:
         """Count and name an entry that is left out."""
@@ -215,9 +222,11 @@ class Source:
             self._done += file.size
 
     def _read_rows(self) -> Iterator[Entry]:
-        """Rows of a Hugging Face data set; only the required columns are read."""
-        rows = self.dataset.select_columns(self.reader.columns(self.dataset.column_names))
-        for number, record in enumerate(rows, 1):
+        """Rows of a Hugging Face data set, whose required columns alone are read, or of a stream."""
+        rows = self.dataset
+        if not self.config.stream:
+            rows = rows.select_columns(self.reader.columns(rows.column_names))
+        for number, record in enumerate(rows, self._before + 1):
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
             yield without_nulls(dict(record)), name, where
@@ -236,23 +245,22 @@ class Source:
             yield from found
         self._reached = None
 
-    @property
-    def records(self) -> RecordReader:
-        """`reader`, after the first record, which decides the form; it is read if it was not yet."""
+    def find_form(self) -> RecordForm:
+        """The form of the records; the first one is read if none was yet. Other sources have an empty one."""
         if self.reader.form is None and self.config.source in RECORDS:
             next(iter(self), None)
-        return self.reader
+        return self.reader.form or RecordForm()
 
     @cached_property
     def identity(self) -> str:
         """Sha256 of the settings that determine the documents, and of each file's name, size and modification time."""
-        config, records = self.config, self.records
+        config, form = self.config, self.find_form()
         parts: list[object] = [config.source, config.division, config.separator]
-        if records.form is not None:
-            fields = (*records.context, *records.answers)
-            identity = "" if records.template is None else records.template.identity
-            parts += [records.form, fields, records.tools, config.between, identity]
-            parts += [each for each in (records.label, config.weight_field) if each]
+        if form.name is not None:
+            fields = (*form.context, *form.answers)
+            identity = "" if form.template is None else form.template.identity
+            parts += [form.name, fields, form.tools, config.between, identity]
+            parts += [each for each in (form.label, config.weight_field) if each]
             parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
             parts += ["drop_system"] if config.drop_system else []
             # A store of `skip` is none of `error`.
@@ -274,7 +282,7 @@ class Source:
             return f"{self.name}, {{documents}} functions with docstring"
         if self.config.source == "text":
             return f"{self.name}, {{documents}} documents by {self.config.division.replace('_', ' ')}"
-        return f"{self.name}, {{documents}} documents ({self.records.describe()})"
+        return f"{self.name}, {{documents}} documents ({self.find_form().describe()})"
 
 
 def open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:

@@ -59,6 +59,10 @@ class SourceDocument(NamedTuple):
     weight: float = 1.0  # weight in the loss; of a labeled answer negative if it is undesirable
 
 
+Item = tuple[SourceDocument, ...]
+"""One document, or the two answers of a preference pair."""
+
+
 class Skip(NamedTuple):
     """An entry that is left out: the reason, its name, and if it is broken the message that says how."""
 

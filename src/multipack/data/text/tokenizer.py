@@ -281,7 +281,7 @@ def build_tokenizer(
             if number % 256 == 0:
                 progress(source.done, source.total, f"{source.unit} read for the tokenizer")
 
-    special_tokens = source.records.special_tokens
+    special_tokens = source.find_form().special_tokens
     if not config.is_trained:
         return load_tokenizer(config, special_tokens)
     recipe = f"multipack tokenizer 1, {config.name}, {source.identity}"

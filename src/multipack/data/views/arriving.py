@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -26,14 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from multipack.data.stores.record_chunks import RecordChunks
 from multipack.data.stores.shards import HEADER, StoreHeader, find_shards
 from multipack.data.stores.store import TokenStore
+from multipack.data.stores.writer import ShardBuilder
 from multipack.data.text.data_config import DataConfig
-from multipack.data.text.records import without_nulls
-from multipack.data.text.skipped import Places
-from multipack.data.text.sources import open_template
-from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig
+from multipack.data.text.skipped import Notes, Places, add_notes, add_places
+from multipack.data.text.sources import Source
+from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from multipack.data.views.documents import Document, Documents
 from multipack.data.views.overlong import FitReport
 from multipack.planning.lengths import check_integer
@@ -77,7 +76,7 @@ class Arriving(ABC):
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has preference pairs; see also `Documents.split` and `Documents.fit`.
+        ValueError: the first chunk has preference pairs; see also `Documents.hold_out` and `Documents.fit`.
     """
 
     start: Position
@@ -93,7 +92,7 @@ class Arriving(ABC):
         first, end = self._read(self.start)
         if first is None:
             raise ValueError(f"{self.name} has ended without a document")
-        if first.has_pairs:
+        if first.item_size > 1:
             raise ValueError(
                 f"{self.name} holds preference pairs, whose reference is computed over all of them first: prepare them"
                 " as a complete store, and leave data.stream out"
@@ -101,7 +100,7 @@ class Arriving(ABC):
         self.tokenizer = first.tokenizer
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
-        validation = head.split(data.validation_share, data.split_seed)[1]
+        validation = head.hold_out(data.validation_share, data.split_seed)[1]
         self._held, self._first = validation.pieces["document"], [first.header.key, first.checksum]
         self.validation, self.validation_fit = self._fit(validation)
         self._chunk = *self._training(first, self.start), end
@@ -179,7 +178,7 @@ class Arriving(ABC):
                 number = self._number
                 self._number += 1
                 sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
-                yield {"name": documents.names(number)} | self._item(documents, number) | sizes
+                yield {"name": documents.name(number)} | self._item(documents, number) | sizes
             self._go(end, 0, self.report + report)
 
     def _training(self, store: TokenStore, begin: Position) -> tuple[Documents, FitReport]:
@@ -302,7 +301,7 @@ class GrowingFolder(Arriving):
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         shard = self._begin["shard"]
-        return {"name": f"shard {shard}: {documents.names(number)}", "shard": shard, "number": number}
+        return {"name": f"shard {shard}: {documents.name(number)}", "shard": shard, "number": number}
 
     def _document(self, item: dict[str, Any]) -> Document:
         shard, number = (check_integer(name, item[name], 0) for name in ("shard", "number"))
@@ -335,40 +334,67 @@ class StreamedRecords(Arriving):
         self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
     ) -> None:
         self.name = data.path
-        self._open_records = open_records
-        self._chunks = RecordChunks(data, tokenizer, partial(open_template, data, tokenizer))
-        self._source: Any = None
+        self._open_records, self._source = open_records, Source(data, tokenizer)
+        self._find_tokenizer = lru_cache(1)(partial(load_tokenizer, tokenizer))  # the same for all chunks
+        self._records: Any = None
         self._rows: Iterator[Any] = iter(())
         self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
+        self._noted, self._notes = 0, Notes()  # number of records that were noted; they may be read again
         super().__init__(data, limit)
-        self.places = self._chunks.places
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
         while not self.interrupted:
             if self._rows_begin != begin:
-                self._source = self._open_records()
+                self._records = self._open_records()
                 if begin["source"] is not None:
-                    self._source.load_state_dict(begin["source"])
-                self._rows = iter(self._source)
+                    self._records.load_state_dict(begin["source"])
+                self._rows = iter(self._records)
             self._rows_begin = None  # if an error follows, rows are opened again
             count = begin["records"]
-            records = [without_nulls(dict(row)) for row in islice(self._rows, RECORDS if count else HEAD)]
-            store, skipped = self._chunks.encode(records, count)
+            rows = list(islice(self._rows, RECORDS if count else HEAD))
+            store = self._store(rows, count)
             end = {
-                "records": count + len(records),
-                "source": self._source.state_dict(),
-                "skipped": {**Counter(begin["skipped"]) + skipped},
+                "records": count + len(rows),
+                "source": self._records.state_dict(),
+                "skipped": {**Counter(begin["skipped"]) + Counter(store.skipped)},
             }
+            if count >= self._noted:
+                self._noted = count + len(rows)
+                add_notes(self._notes, store.shards[0].notes)
+                for reason, names in store.places.items():
+                    add_places(self.places, reason, names)
             self._rows_begin = end
-            if store is not None or not records:
+            if store.num_documents:
                 return store, end
+            if not rows:
+                return None, end
             begin = end  # no document remains of these records
         raise StreamInterrupted(f"while records of {self.name} were awaited")
+
+    def _store(self, rows: list[dict[str, Any]], before: int) -> TokenStore:
+        """A store in memory of records, `before` others preceding them; it may have no document."""
+        source = self._source.chunk(rows, before)
+        items, form = list(source.items()), source.find_form()
+        tokenizer = self._find_tokenizer(form.special_tokens)
+        header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **form.header)
+        builder = ShardBuilder(tokenizer.vocabulary_size)
+        builder.add_batch(items, tokenizer)
+        skipped = dict(source.skipped)
+        if without := len(items) - len(builder) // header.item_size:
+            skipped["documents without tokens"] = without
+        shard = replace(builder.build(), skipped=skipped, notes=source.reader.notes, places=source.places)
+        store = TokenStore(Path(self.name), header=header, shards=[shard])
+        store.tokenizer = tokenizer  # in memory, too
+        return store
 
     @property
     def warnings(self) -> list[str]:
         """Those of the records that this process read."""
-        return self._chunks.warnings
+        kind = "conversations" if self.validation.store.header.chat_template else "documents"
+        return [
+            f"{count:,} {kind} with {text} (the first: {first})"
+            for text, (count, first) in self._notes.items()
+        ]
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
+from multipack.planning.lengths import Integers
 
-Integers = NDArray[np.int64]
 Tokens = NDArray[np.unsignedinteger]
 
 GRAIN = 4

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from multipack.atomic import cache_folder
 from multipack.data.stores.prepare import prepare
-from multipack.data.stores.shards import HEADER
+from multipack.data.stores.shards import HEADER, ITEM_NAMES
 from multipack.data.stores.staging import stage, verify_once
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import RECORDS, DataConfig
@@ -71,7 +71,7 @@ class Corpus:
         documents, tokenizer = self.validation if len(self.validation) else self.train, self.tokenizer
         few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
         for index in range(min(len(documents), 256)):
-            document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
+            document = documents.members(index)[0]
             size = documents.prompt_length(index)
             shown = size if 0 < size <= max(self.train_fit.limit // 4, few) else few
             text = tokenizer.decode(document.tokens[:shown].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
@@ -111,8 +111,10 @@ def load_corpus(
     """
     data.check()
     tokenizer.check()
-    load = _load_stream if data.stream else _load_stored
-    corpus = load(data, tokenizer, limit, progress, reads)
+    if data.stream:
+        corpus = _load_stream(data, tokenizer, limit)
+    else:
+        corpus = _load_stored(data, tokenizer, limit, progress, reads)
     if not data.validation_sets:
         return corpus
     trained, path = corpus.validation.store, corpus.store_path  # a stream's tokenizer is not trained
@@ -128,8 +130,8 @@ def load_corpus(
         )
     if (kind := held.validation.store.kind) != trained.kind:
         raise ValueError(
-            f"data.validation_path={data.validation_path} holds {kind}, and the training documents are {trained.kind}:"
-            " give documents of the same form"
+            f"data.validation_path={data.validation_path} holds {ITEM_NAMES[kind]}, and the training documents are"
+            f" {ITEM_NAMES[trained.kind]}: give documents of the same form"
         )
     return replace(
         corpus,
@@ -152,7 +154,8 @@ def load_sets(
     """A corpus without training documents: all documents of each set are for validation; see `load_corpus`."""
     stores, staged = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
-    views, _, fits, _ = zip(*(_divided(store, data, limit) for store in stores), strict=True)
+    parts = [_divided(store, data, limit) for store in stores]
+    views = [part.train for part in parts]
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
     documents: Documents = views[0]
     if len(stores) > 1:
@@ -162,7 +165,7 @@ def load_sets(
         validation=documents,
         description="; ".join(store.description for store in stores),
         train_fit=FitReport(limit, "error"),
-        validation_fit=reduce(add, fits),
+        validation_fit=reduce(add, (part.train_fit for part in parts)),
         skipped=skipped_lines(documents.store.skipped, documents.store.places),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
@@ -192,10 +195,16 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
     return found
 
 
+_OF_STORES = (
+    *("block_size", "train_on_prompt", "overlong", "overlap", "repeat_prompt"),
+    *("share_prefixes", "min_prefix", "verify", "stage", "cache"),
+)
+"""Settings of documents that are those of each of their stores, too."""
+
+
 def _store_config(data: DataConfig, path: str) -> DataConfig:
     """A token store, read with the settings of other documents."""
-    names = "block_size train_on_prompt overlong overlap repeat_prompt share_prefixes min_prefix verify stage cache"
-    kept: dict[str, Any] = {name: getattr(data, name) for name in names.split()}
+    kept: dict[str, Any] = {name: getattr(data, name) for name in _OF_STORES}
     return DataConfig(source="store", path=path, validation=0.0, **kept)
 
 
@@ -219,16 +228,14 @@ def _load_stored(
 ) -> Corpus:
     """The documents of stores, which are prepared first, if necessary."""
     stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
-    trains, validations, train_fits, validation_fits = zip(
-        *(_divided(store, data, limit) for store in stores), strict=True
-    )
-    train, validation, shares = trains[0], validations[0], tuple[Share, ...]()
+    parts = [_divided(store, data, limit) for store in stores]
+    train, validation, shares = parts[0].train, parts[0].validation, tuple[Share, ...]()
     description = stores[0].description
     if data.source == "mixture":
-        train, validation, shares = _mixed(stores, trains, validations, data)
+        train, validation, shares = _mixed(stores, parts, data)
         shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
-    store, train_fit = train.store, reduce(add, train_fits)
+    store, train_fit = train.store, reduce(add, (part.train_fit for part in parts))
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
     if not train.target_counts.any():
@@ -242,11 +249,11 @@ def _load_stored(
         validation=validation,
         description=description,
         train_fit=train_fit,
-        validation_fit=reduce(add, validation_fits),
+        validation_fit=reduce(add, (part.validation_fit for part in parts)),
         skipped=skipped_lines(store.skipped, store.places),
         store_path=stores[0].path,
         mixture=shares,
-        sources=tuple((share.name, len(held)) for share, held in zip(shares, validations, strict=False)),
+        sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),
         staged=staged,
     )
 
@@ -265,10 +272,17 @@ def find_tokenizer(
     return build_tokenizer(tokenizer, Source(data, tokenizer), cache_folder(data.cache), progress)
 
 
-def _divided(
-    store: TokenStore, data: DataConfig, limit: int
-) -> tuple[Documents, Documents, FitReport, FitReport]:
-    """Training and validation documents of one store, none of them too long, and what was done to those that were."""
+class _Divided(NamedTuple):
+    """Documents of one store, none of them too long, and what was done to those that were."""
+
+    train: Documents
+    validation: Documents
+    train_fit: FitReport
+    validation_fit: FitReport
+
+
+def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Divided:
+    """The training and validation documents of a store, cut to `limit` tokens."""
     whole, block = Documents.whole(store, data.train_on_prompt), data.block_size or limit
     if store.header.split_by == "document":
         if data.block_size:
@@ -276,30 +290,28 @@ def _divided(
                 f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
                 " data.overlong=split cuts those that are too long"
             )
-        views = whole.split(data.validation_share, data.split_seed)
+        views = whole.hold_out(data.validation_share, data.split_seed)
     else:
         if block > limit:
             raise ValueError(
                 f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
                 " plan.capacity (and the model's context)"
             )
-        train, validation = whole.split_by_position(data.validation_share)
+        train, validation = whole.hold_out_end(data.validation_share)
         views = train.cut(block), validation.cut(block)
     shared_from = None if data.share_prefixes == "off" else data.min_prefix
     (train, train_fit), (validation, validation_fit) = (
         view.fit(limit, data.overlong, data.overlap, data.repeat_prompt, shared_from) for view in views
     )
-    return train, validation, train_fit, validation_fit
+    return _Divided(train, validation, train_fit, validation_fit)
 
 
 def _mixed(
-    stores: Sequence[TokenStore],
-    trains: Sequence[Documents],
-    validations: Sequence[Documents],
-    data: DataConfig,
+    stores: Sequence[TokenStore], parts: Sequence[_Divided], data: DataConfig
 ) -> tuple[Documents, Documents, tuple[Share, ...]]:
     """The mixture to train on, and all validation documents, as views of the joined stores."""
     names = _names([store.path for store in stores])
+    trains, validations = [part.train for part in parts], [part.validation for part in parts]
     own, held = _within_joined(stores, names, trains, validations)
     train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
     return train, Documents.joined(held), shares
@@ -320,9 +332,7 @@ def _within_joined(
     return [[view.within(joined, start) for view, start in zip(each, first, strict=True)] for each in views]
 
 
-def _load_stream(
-    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress = silent, reads: bool = True
-) -> Corpus:
+def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
     """The documents of a stream: those held back for validation, and an iterator over the others."""
     arriving: Arriving
     if data.source == "store":

@@ -1,22 +1,18 @@
 """A corpus in figures: the report of a token store.
 
-Computed from the store when asked, block by block: a store does not change, ten million documents take a second, and
-memory is needed for the different lengths only.
+Computed from the store when asked: a store does not change, and ten million documents take a second.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from multipack.data.stores.shards import Integers
 from multipack.data.stores.store import TokenStore
+from multipack.planning.lengths import Integers
 
-_BLOCK = 1 << 16
-"""Documents, or ranges of targets, that are counted at once; an even number: a pair stays together."""
 CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Common capacities of packs."""
 
@@ -68,25 +64,14 @@ class CorpusReport:
 
     def __init__(self, path: Path | str) -> None:
         store = TokenStore(path, growing=True)
-        answers, number = 2 if store.has_pairs else 1, Counter[int]()
-        self.targets = self.longest = 0
-        for shard, first in zip(store.shards, store.first.tolist(), strict=False):
-            for begin in range(0, len(shard), _BLOCK):
-                offsets = shard.offsets[begin : begin + _BLOCK + 1]
-                lengths = np.diff(offsets).reshape(-1, answers).sum(axis=1)
-                number.update(
-                    dict(zip(*map(np.ndarray.tolist, np.unique(lengths, return_counts=True)), strict=True))
-                )
-                longest = int(np.argmax(lengths))
-                if lengths[longest] > self.longest:
-                    self.longest = int(lengths[longest])
-                    self.longest_name = store.name(first + begin + answers * longest)
-            for begin in range(0, len(shard.spans), _BLOCK):  # the first token of a document is no target
-                starts, stops = np.maximum(shard.spans[begin : begin + _BLOCK], 1).T
-                self.targets += int((stops - starts).sum())
-        if not number:
+        if not store.num_documents:
             raise ValueError(f"{path} has no documents")
-        lengths, counts = (np.array(values) for values in zip(*sorted(number.items()), strict=True))
+        sizes = store.lengths.reshape(-1, store.item_size).sum(axis=1)
+        lengths, counts = np.unique(sizes, return_counts=True)
+        longest = int(np.argmax(sizes))
+        self.longest, self.longest_name = int(sizes[longest]), store.name(store.item_size * longest)
+        # The first token of a document is no target.
+        self.targets = sum(int(np.diff(np.maximum(shard.spans, 1)).sum()) for shard in store.shards)
         self.shards, self.is_complete, self.bytes = len(store.shards), store.is_complete, store.bytes
         self.description = store.description if store.is_complete else f"{self.shards:,} shards so far"
         self.documents, self.tokens = int(counts.sum()), store.num_tokens
@@ -111,7 +96,7 @@ class CorpusReport:
             for capacity in CAPACITIES
             if capacity < self.longest
         ]
-        self.pairs, self.is_stream = store.has_pairs, store.header.split_by == "position"
+        self.pairs, self.is_stream = store.item_size > 1, store.header.split_by == "position"
         self.vocabulary_size = store.vocabulary_size
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A document, and views of a token store in which documents are selected, cut or split without copying.
 
     store     |AAAAAAAAAAAA|BBBB|CCCCCCCC|                 flat tokens, documents end to end
-    split     [A        ] [C        ]  |  [B   ]           train | validation
+    hold out  [A        ] [C        ]  |  [B   ]           train | validation
     cut(8)    [AAAAAAAA][AAAA] …                           pieces of at most 8 tokens
 
 A view is one array of rows (document, start, length, prefix, context: `PIECE`), so that a view of a view costs little.
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.data.views.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
+from multipack.data.views.overlong import POLICIES, FitReport, Pieces, pieces_of, split
 from multipack.data.views.prefix_tree import PrefixTree
+from multipack.planning.lengths import Integers
 from multipack.planning.steps import permutation
 
 IGNORE = -100
@@ -60,8 +61,9 @@ class Documents:
     """A view of a token store: n documents, or pieces of documents, in an order.
 
     It is a map-style data set of `torch.utils.data`. A document is a zero-copy slice of the store; a piece with a
-    repeated prompt is a copy. A document may occur several times. Of a store of preference pairs each document here is
-    a pair, which is never cut: its row names the chosen answer, and its length is that of both; `pair` gives them.
+    repeated prompt is a copy. A document may occur several times. Where items of the store are two documents, each row
+    here is an item, which is never cut: it names the first document, and its length is that of both; `members` gives
+    them.
 
     Args:
         store: the token store.
@@ -75,9 +77,8 @@ class Documents:
     @classmethod
     def whole(cls, store: TokenStore, train_on_prompt: bool = False) -> Documents:
         """All documents of `store`, uncut, in its order."""
-        answers = 2 if store.has_pairs else 1
-        numbers = np.arange(0, store.num_documents, answers)
-        lengths = store.lengths.reshape(-1, answers).sum(axis=1)
+        numbers = np.arange(0, store.num_documents, store.item_size)
+        lengths = store.lengths.reshape(-1, store.item_size).sum(axis=1)
         return cls(store, pieces_of(numbers, np.zeros_like(numbers), lengths), train_on_prompt)
 
     @classmethod
@@ -108,10 +109,10 @@ class Documents:
 
         Raises:
             IndexError: there is none.
-            ValueError: it is a preference pair; the store is damaged.
+            ValueError: it is an item of two documents; the store is damaged.
         """
-        if self.store.has_pairs:
-            raise ValueError(f"{self.names(index)} is a preference pair: `pair` gives its documents")
+        if self.store.item_size > 1:
+            raise ValueError(f"{self.name(index)} is a preference pair: `members` gives its documents")
         document, start, length, prefix, context = self._piece(index)
         weight = 1.0 if self.store.weights is None else float(self.store.weights[document])
         tokens = self.store.tokens_of(document, start, length - prefix)
@@ -122,18 +123,23 @@ class Documents:
         spans = np.clip(self.store.spans_of(document) - start + prefix, context, length)
         return Document(tokens, spans[spans[:, 0] < spans[:, 1]], weight)
 
-    def pair(self, index: int) -> tuple[Document, Document]:
-        """Both answers of preference pair `index`, each after the prompt; `ValueError` if one has no target."""
-        if not self.store.has_pairs:
-            raise ValueError(f"{self.names(index)} is no preference pair: prepare data.format=preference")
+    def members(self, index: int) -> tuple[Document, ...]:
+        """The documents of item `index`: one, or both answers, each after the prompt.
+
+        Raises:
+            IndexError: there is none.
+            ValueError: one of two answers has no target; the store is damaged.
+        """
+        if self.store.item_size == 1:
+            return (self[index],)
         answers, first = list[Document](), self._piece(index)[0]
         for name, document in (("chosen", first), ("rejected", first + 1)):
             tokens, spans = self.store.tokens_of(document), self.store.spans_of(document)
             spans = np.array([[0, len(tokens)]], dtype=np.int64) if self.train_on_prompt else spans
             if not (spans[:, 1] > np.maximum(spans[:, 0], 1)).any():
-                raise ValueError(f"{self.names(index)}: the {name} answer has no target token: it is empty")
+                raise ValueError(f"{self.name(index)}: the {name} answer has no target token: it is empty")
             answers.append(Document(tokens, spans))
-        return answers[0], answers[1]
+        return tuple(answers)
 
     @cached_property
     def lengths(self) -> Integers:
@@ -151,32 +157,36 @@ class Documents:
     def target_counts(self) -> Integers:
         """(n,) targets of each document; its first token never is one."""
         if self.train_on_prompt:
-            return self.lengths - np.maximum(self.pieces["context"], 2 if self.store.has_pairs else 1)
-        pieces, answers = self.pieces, 1
-        if self.store.has_pairs:
-            documents, answers = (pieces["document"][:, None] + [0, 1]).ravel(), 2
+            return self.lengths - np.maximum(self.pieces["context"], self.store.item_size)
+        pieces = self.pieces
+        if self.store.item_size > 1:
+            documents = self.store_numbers
             pieces = pieces_of(documents, np.zeros_like(documents), self.store.lengths[documents])
         shift = pieces["start"] - pieces["prefix"]  # from a place in the piece to one in its document
         first = shift + np.maximum(pieces["context"], 1)
         counts = self.store.count_targets(pieces["document"], first, shift + pieces["length"])
-        return counts.reshape(-1, answers).sum(axis=1)
+        return counts.reshape(-1, self.store.item_size).sum(axis=1)
 
     @property
-    def signed_weights(self) -> NDArray[np.float64] | None:
-        """(n,) weight of each document; of labeled answers, negative if undesirable. None = all are 1."""
-        return None if self.store.weights is None else self.store.weights[self.pieces["document"]]
+    def store_numbers(self) -> Integers:
+        """Numbers in the store of the documents of all items, item after item."""
+        return (self.pieces["document"][:, None] + np.arange(self.store.item_size)).ravel()
 
     @cached_property
     def weights(self) -> NDArray[np.float64] | None:
-        """(n,) weight of each document in the loss, for the planner; None = all are 1."""
-        signed = self.signed_weights
-        return None if signed is None else np.abs(signed)
+        """(n,) weight of each document in the loss; None = all are 1."""
+        return None if self.store.weights is None else self.store.weights[self.pieces["document"]]
 
-    def names(self, index: int) -> str:
+    @cached_property
+    def labels(self) -> NDArray[np.bool_]:
+        """(n,) whether each answer is desirable, of a store of labeled answers; all true of other stores."""
+        return self.store.labels[self.pieces["document"]]
+
+    def name(self, index: int) -> str:
         """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""
         document, start, length, prefix, _ = self._piece(index)
         name, whole = self.store.name(document), int(self.store.lengths[document])
-        if self.store.has_pairs or (length == whole and not prefix):
+        if self.store.item_size > 1 or (length == whole and not prefix):
             return name
         stop = start + length - prefix
         return f"{name} [{'prompt and ' if prefix else ''}tokens {start:,} to {stop:,} of {whole:,}]"
@@ -198,7 +208,7 @@ class Documents:
         """These documents of the view, in this order."""
         return self._view(self.pieces[np.asarray(indices, dtype=np.int64)])
 
-    def split(self, fraction: float, seed: int = 0) -> tuple[Documents, Documents]:
+    def hold_out(self, fraction: float, seed: int = 0) -> tuple[Documents, Documents]:
         """Two views, by document: the pieces of one document stay together. Order is kept.
 
         Args:
@@ -219,7 +229,7 @@ class Documents:
         second = np.isin(self.pieces["document"], chosen)
         return self._view(self.pieces[~second]), self._view(self.pieces[second])
 
-    def split_by_position(self, fraction: float) -> tuple[Documents, Documents]:
+    def hold_out_end(self, fraction: float) -> tuple[Documents, Documents]:
         """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
 
         Raises:
@@ -252,9 +262,9 @@ class Documents:
         mine = self.pieces[cuts["document"]]
         if mine["context"].any():
             raise ValueError("pieces with repeated tokens cannot be cut again")
-        if self.store.has_pairs and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
+        if self.store.item_size > 1 and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
             number = int(cuts["document"][shorter[0]])
-            raise ValueError(f"{self.names(number)} is a preference pair, and a pair cannot be cut")
+            raise ValueError(f"{self.name(number)} is a preference pair, and a pair cannot be cut")
         pieces = cuts.copy()
         pieces["document"] = mine["document"]
         pieces["start"] += mine["start"]
@@ -286,35 +296,23 @@ class Documents:
             raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
         if limit < 1 or overlap < 0 or (policy == "split" and overlap >= limit):
             raise ValueError(f"data.overlap={overlap}: pieces of {limit:,} tokens repeat 0 to {limit - 1:,}")
-        are_pairs, is_long = self.store.has_pairs, self.lengths > limit
-        for pair in np.flatnonzero(is_long).tolist() if are_pairs and min_prefix is not None else ():
-            first = self._piece(pair)[0]
-            tree = PrefixTree.of([self.store.tokens_of(first + answer) for answer in (0, 1)], min_prefix or 1)
-            is_long[pair] = tree.num_slots > limit
-        long = np.flatnonzero(is_long)
+        are_pairs, long = self.store.item_size > 1, self._longer_than(limit, min_prefix)
         if not len(long):
             return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
         if policy == "error" or (are_pairs and policy != "drop"):
             policies = "drop (a preference pair is not shortened)" if are_pairs else "truncate, split or drop"
             first = int(long[0])
             raise ValueError(
-                f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit"
+                f"document {first:,} ({self.name(first)}) has {int(self.lengths[first]):,} tokens, more than the limit"
                 f" of {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the"
                 f" longest has {int(self.lengths.max()):,}): set data.overlong={policies}, or raise {_ROOM}"
             )
-        prompt = np.zeros_like(self.lengths)
-        if policy == "split" and repeat_prompt:
-            prompt[long] = [self.prompt_length(number) for number in long.tolist()]
-            if len(full := np.flatnonzero(prompt + overlap >= limit)):
-                first = int(full[0])
-                raise ValueError(
-                    f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
-                    f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
-                    f" data.repeat_prompt=false, or raise {_ROOM}"
-                )
         if are_pairs:
-            fitted = self.take(np.flatnonzero(~is_long))
+            fitted = self.take(np.delete(np.arange(len(self)), long))
         else:
+            prompt = np.zeros_like(self.lengths)
+            if policy == "split" and repeat_prompt:
+                prompt[long] = self._repeated_prompts(long, limit, overlap)
             fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
         is_truncated = policy in ("truncate", "truncate_left")
         return fitted, FitReport(
@@ -326,6 +324,27 @@ class Documents:
             without_targets=int((fitted.target_counts == 0).sum()),
             cut_answers=int((fitted.target_counts < self.target_counts).sum()) if is_truncated else 0,
         )
+
+    def _longer_than(self, limit: int, min_prefix: int | None) -> Integers:
+        """Numbers of the documents of more than `limit` tokens; see `fit`."""
+        long = np.flatnonzero(self.lengths > limit)
+        if self.store.item_size == 1 or min_prefix is None:
+            return long
+        pairs = self.store_numbers.reshape(-1, self.store.item_size)[long]
+        trees = (PrefixTree.of(list(map(self.store.tokens_of, pair)), min_prefix) for pair in pairs.tolist())
+        return long[np.array([tree.num_slots > limit for tree in trees], dtype=np.bool_)]
+
+    def _repeated_prompts(self, long: Integers, limit: int, overlap: int) -> Integers:
+        """(long,) tokens of the prompt of each document that is split; `ValueError` if one fills its pieces."""
+        prompts = np.array([self.prompt_length(number) for number in long.tolist()])
+        if len(full := np.flatnonzero(prompts + overlap >= limit)):
+            first = int(full[0])
+            raise ValueError(
+                f"{self.name(int(long[first]))} has a prompt of {int(prompts[first]):,} tokens, which leaves no room"
+                f" for new tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents):"
+                f" set data.repeat_prompt=false, or raise {_ROOM}"
+            )
+        return prompts
 
     def __repr__(self) -> str:
         return f"Documents({len(self):,} documents, {self.num_tokens:,} tokens, {str(self.store.path)!r})"

@@ -22,7 +22,7 @@ import numpy as np
 
 from multipack.data.text.skipped import counted
 from multipack.data.views.documents import Documents
-from multipack.data.views.overlong import Integers
+from multipack.planning.lengths import Integers
 from multipack.planning.steps import permutation
 
 MOST_DOCUMENTS = 1 << 30

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.text.skipped import counted
+from multipack.planning.lengths import Integers
 
-Integers = NDArray[np.int64]
 Pieces = NDArray[np.void]
 """Rows of type `PIECE`."""
 PIECE = np.dtype([(name, "<i8") for name in ("document", "start", "length", "prefix", "context")])

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.views.common_prefix import shared
+from multipack.planning.lengths import Integers
 
-Integers = NDArray[np.int64]
 Group = tuple[int, int]
 """[first, stop) of a list of documents in the order of their tokens."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +35,7 @@ from multipack.data.views.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.items import ItemSource, SharedItems
-from multipack.planning.lengths import Packs, check_integers, check_lengths, offsets_of
+from multipack.planning.lengths import Integers, Packs, check_integers, check_lengths, offsets_of
 from multipack.planning.options import (
     PlanOptions,
     check_carried,
@@ -44,9 +43,8 @@ from multipack.planning.options import (
     check_targets,
     check_weights,
 )
+from multipack.planning.plan import SingleDocuments
 from multipack.planning.steps import permutation
-
-Integers = NDArray[np.int64]
 
 TREES_PER_PACK = 4
 """With `all`, an item has at most this part of a pack's slots. Of InstructLab, as bytes in packs of 32,768, a half, a
@@ -93,8 +91,8 @@ class FlatTokens:
             for shard, base in zip(store.shards, np.cumsum(sizes) - sizes, strict=True)
         ]
         begin = np.concatenate(bases)
-        if store.has_pairs:
-            numbers = (pieces["document"][:, None] + [0, 1]).ravel()
+        if store.item_size > 1:
+            numbers = documents.store_numbers
             starts, lengths = begin[numbers], store.lengths[numbers]
         else:
             starts, lengths = begin[pieces["document"]] + pieces["start"], documents.lengths
@@ -197,7 +195,7 @@ class SharedPrefixes(ItemSource):
         Raises:
             ValueError: `pairs` of documents that are no pairs; see the class.
         """
-        pairs = documents.store.has_pairs
+        pairs = documents.store.item_size > 1
         if share == "pairs" and not pairs:
             raise ValueError(
                 "data.share_prefixes=pairs is about preference pairs, which these documents are not: use groups or all"
@@ -293,23 +291,12 @@ class SharedPrefixes(ItemSource):
 
 def planned_items(
     documents: Documents, data: DataConfig, options: PlanOptions, cost: CostModel
-) -> dict[str, Any]:
-    """What a `PackedBatchSampler` takes of documents, by `data.share_prefixes`: lengths, targets and weights, or items.
-
-    Args:
-        documents: the documents, or preference pairs.
-        data: the settings.
-        options: of the plan.
-        cost: of documents.
-    """
+) -> ItemSource:
+    """The items of documents, or of preference pairs, by `data.share_prefixes`; `cost` is the plan's."""
     if data.share_prefixes == "off":
-        return {
-            "lengths": documents.lengths,
-            "targets": documents.target_counts,
-            "weights": documents.weights,
-        }
+        return SingleDocuments(documents.lengths, options, documents.target_counts, documents.weights)
     more = {"min_prefix": data.min_prefix, "window": cost.window}
-    return {"lengths": SharedPrefixes.of(documents, data.share_prefixes, options, **more)}
+    return SharedPrefixes.of(documents, data.share_prefixes, options, **more)
 
 
 def _numbered(groups: ArrayLike, entries: int) -> Integers:
@@ -322,8 +309,7 @@ def _numbered(groups: ArrayLike, entries: int) -> Integers:
 
 def _groups_of(documents: Documents, tokens: FlatTokens) -> Integers:
     """(entries,) the group of each entry: neighbors with the same prompt share it."""
-    answers = 2 if documents.store.has_pairs else 1
-    order = np.arange(0, len(tokens.starts), answers)
+    order = np.arange(0, len(tokens.starts), documents.store.item_size)
     common = tokens.common(order)
     prompts = np.array([documents.prompt_length(number) for number in range(len(documents))], dtype=np.int64)
     before = np.append(-1, prompts[:-1])

@@ -24,16 +24,13 @@ class Shown(NamedTuple):
 
 def show(documents: Documents, index: int) -> list[Shown]:
     """Document `index` of a view as text; of a pair both answers, each after the prompt."""
-    store, name = documents.store, documents.names(index)
-    if not store.has_pairs:
-        return [_shown(name, documents[index], store.tokenizer)]
-    kinds = ["chosen", "rejected"]
-    if store.has_labels:
-        weights = documents.signed_weights
-        is_desirable = weights is None or weights[index] >= 0
-        kinds = ["desirable" if is_desirable else "undesirable", "another record's answer"]
-    pair = zip(kinds, documents.pair(index), strict=True)
-    return [_shown(f"{name}, {kind}", document, store.tokenizer) for kind, document in pair]
+    name, kind, tokenizer = documents.name(index), documents.store.kind, documents.store.tokenizer
+    names = (f"{name}, chosen", f"{name}, rejected") if kind == "pairs" else (name,)
+    if kind == "labels":
+        label = "desirable" if documents.labels[index] else "undesirable"
+        names = (f"{name}, {label}", f"{name}, another record's answer")
+    members = zip(names, documents.members(index), strict=True)
+    return [_shown(name, document, tokenizer) for name, document in members]
 
 
 def _shown(name: str, document: Document, tokenizer: Tokenizer) -> Shown:

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from multipack.data.text.data_config import source_of
-from multipack.data.views.overlong import Integers
 from multipack.machine import available_memory
-from multipack.planning.lengths import check_lengths
+from multipack.planning.lengths import Integers, check_lengths
 
 
 def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Integers:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from multipack.data.stores.shards import ItemKind
 from multipack.models.objectives.dpo import HINGE, IPO, ROBUST, SIGMOID
 from multipack.models.objectives.kto import KTO
 from multipack.models.objectives.orpo import ORPO
 from multipack.models.objectives.reward import REWARD
-from multipack.models.objectives.scores import ItemKind, PreferenceLoss
+from multipack.models.objectives.scores import PreferenceLoss
 from multipack.models.objectives.simpo import SIMPO
 
 LOSSES = {row.name: row for row in (SIGMOID, ROBUST, HINGE, IPO, SIMPO, ORPO, REWARD, KTO)}

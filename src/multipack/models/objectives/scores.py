@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
-ItemKind = Literal["pairs", "labels"]
-"""Kind of items: (chosen, rejected), or labeled answers."""
+from multipack.data.stores.shards import ItemKind
+
 PAIR_LEGEND = {
     "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
     "reward_chosen": "mean reward of chosen answers: beta × (log-probability − the reference's), or"

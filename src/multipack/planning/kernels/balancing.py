@@ -1,4 +1,4 @@
-"""Rearrange pairs of packs: `balance` makes the loads of ranks equal, `gather` makes room for documents without a pack.
+"""Rearrange pairs of packs: `even_out` makes the loads of ranks equal, `gather` makes room for documents in no pack.
 
 Two packs are rearranged by meeting in the middle (Horowitz and Sahni 1974, "Computing partitions with applications to
 the knapsack problem"): of up to 2 · half documents, the sums over all subsets of each half are listed in ascending
@@ -221,30 +221,35 @@ def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int
     return bits > 0
 
 
+class Limits(NamedTuple):
+    """The packs of `even_out`."""
+
+    capacity: int  # maximum tokens of a pack
+    max_documents: int  # maximum documents of a pack
+    ranks: int  # number of ranks, at least 2
+    slots: int  # packs of each rank
+
+
+class Exchanges(NamedTuple):
+    """How far `even_out` searches."""
+
+    half: int  # documents in each half when two packs are rearranged; time and memory are 2^half
+    attempts: int  # pairs of packs that are rearranged
+    failures: int  # successive failures at which to stop
+    excess: int  # of the largest load over the mean, at which ranks count as balanced
+
+
 @compiled
-def balance(
-    placed: Integers,
-    lengths: Integers,
-    loads: Integers,
-    capacity: int,
-    max_documents: int,
-    ranks: int,
-    slots: int,
-    half: int,
-    attempts: int,
-    failures: int,
-    excess: int,
-) -> None:
+def even_out(placed: Integers, lengths: Integers, loads: Integers, limits: Limits, search: Exchanges) -> None:
     """Rearrange pairs of packs, in place, until the ranks are balanced.
 
     The rank whose load exceeds the mean most is rearranged with the rank where that load is least; after a failure with
     the next one. No pack becomes empty.
 
-    `placed`, `lengths` and `loads` are fields of `State`. Each of at least 2 `ranks` has `slots` packs. `half` is the
-    number of documents in each half of the search, which takes time and memory of 2^half. The search ends after this
-    many attempts, or successive failures, or when the largest load exceeds the mean by at most `excess`.
+    `placed`, `lengths` and `loads` are fields of `State`.
     """
-    state = _state(placed, lengths, loads, ranks * slots, ranks, capacity, max_documents)
+    ranks, slots = limits.ranks, limits.slots
+    state = _state(placed, lengths, loads, ranks * slots, ranks, limits.capacity, limits.max_documents)
     mean = np.zeros(2, dtype=np.int64)
     for row in range(2):
         for rank in range(ranks):
@@ -252,13 +257,13 @@ def balance(
         mean[row] //= ranks
     tried = np.zeros(ranks, dtype=np.bool_)
     failed = 0
-    for _ in range(attempts):
+    for _ in range(search.attempts):
         here, by, most = 0, 0, state.totals[0, 0] - mean[0]
         for row in range(2):
             for rank in range(ranks):
                 if state.totals[row, rank] - mean[row] > most:
                     here, by, most = rank, row, state.totals[row, rank] - mean[row]
-        if most <= excess or failed == failures:
+        if most <= search.excess or failed == search.failures:
             return
         there = -1
         for rank in range(ranks):
@@ -270,7 +275,7 @@ def balance(
         x, y = _random(state) % slots * ranks + here, _random(state) % slots * ranks + there
         gap = state.totals[0, here] - state.totals[0, there]
         other_gap = state.totals[1, here] - state.totals[1, there]
-        failed = 0 if _rearrange(state, x, y, gap, other_gap, half) else failed + 1
+        failed = 0 if _rearrange(state, x, y, gap, other_gap, search.half) else failed + 1
 
 
 @compiled
