@@ -79,7 +79,6 @@ COMMANDS = [
     "config model=tiny",
     "launch -n 2 --dry-run -- train model=gpt2",
     "submit --scheduler slurm -- train model=gpt2 parallel.data=zero3",
-    "advise model=gpt2 devices=2",
     "plan LENGTHS plan.capacity=1000",
     "pack LENGTHS capacity=1000",
 ]

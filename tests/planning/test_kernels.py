@@ -65,7 +65,7 @@ def test_gaps_are_filled_with_the_longest_that_fits():
 
 def balance(placed, lengths, loads, ranks, slots=1, capacity=1 << 40, limit=999, half=5, attempts=99):
     loads = np.stack([loads, np.zeros_like(loads)]) if loads.ndim == 1 else loads
-    limits = balancing.Limits(capacity, limit, ranks, slots)
+    limits = balancing.PackLimits(capacity, limit, ranks, slots)
     balancing.even_out(placed, lengths, loads, limits, balancing.Exchanges(half, attempts, 24, 0))
 
 

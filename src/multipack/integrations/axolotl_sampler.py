@@ -71,8 +71,10 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             few for a bin each in the last round of batches.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
-        num_count_samples, num_processes, safe_mode, mp_start_method: have no effect: `len` is exact, and packing starts
-            no processes and skips no document.
+        num_count_samples: no effect, as `len` is exact.
+        num_processes: no effect, as packing starts no processes.
+        safe_mode: no effect, as packing skips no document.
+        mp_start_method: no effect, as `num_processes`.
         multiple_of: the number of batches is rounded up to a multiple of it, and no document is left out. Ranks times
             accumulation steps make every optimizer step whole. None: the number of ranks, and `drop_last` as above.
         overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are

@@ -305,7 +305,7 @@ class Arrangement:
             half = _JOINT_HALF if joint else _HALF
             excess = 0 if joint else max(goal + goal // self.close - mean, 0)
             stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
-            limits = balancing.Limits(self.capacity, self.limit, self.ranks, slots)
+            limits = balancing.PackLimits(self.capacity, self.limit, self.ranks, slots)
             for size, most in (*stages, (half, excess)):
                 attempts, failures = _ATTEMPTS * self.ranks * slots, _FAILURES * slots**2
                 search = balancing.Exchanges(size, attempts, failures, most)

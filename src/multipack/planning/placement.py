@@ -303,7 +303,7 @@ def _placed(lengths: Integers, rates: Integers, parts: Integers, ranks: int, slo
     rank = spread(widths, loads, visit, ranks, slots, len(widths) + 1)
     if ranks > 1 and len(widths):
         both = np.stack([loads, np.zeros_like(loads)])
-        limits = balancing.Limits(slots, len(widths) + 1, ranks, 1)
+        limits = balancing.PackLimits(slots, len(widths) + 1, ranks, 1)
         search = balancing.Exchanges(_HALF, _ATTEMPTS * ranks, _FAILURES, int(loads.sum()) // ranks // 1000)
         balancing.even_out(rank, widths, both, limits, search)
     left, inside = rank < 0, rank >= 0

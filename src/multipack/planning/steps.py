@@ -276,7 +276,7 @@ class _Window:
         if 1 < packs <= _MOST_BALANCED:
             excess = int(costs[best >= 0].sum()) // packs // _SIMILAR
             loads = np.stack([costs, np.zeros_like(costs)])
-            limits = balancing.Limits(capacity, limit, packs, 1)
+            limits = balancing.PackLimits(capacity, limit, packs, 1)
             search = balancing.Exchanges(_HALF, _ATTEMPTS * packs, _FAILURES, excess)
             balancing.even_out(best, slots, loads, limits, search)
         return best

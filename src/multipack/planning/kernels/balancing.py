@@ -221,7 +221,7 @@ def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int
     return bits > 0
 
 
-class Limits(NamedTuple):
+class PackLimits(NamedTuple):
     """The packs of `even_out`."""
 
     capacity: int  # maximum tokens of a pack
@@ -240,7 +240,9 @@ class Exchanges(NamedTuple):
 
 
 @compiled
-def even_out(placed: Integers, lengths: Integers, loads: Integers, limits: Limits, search: Exchanges) -> None:
+def even_out(
+    placed: Integers, lengths: Integers, loads: Integers, limits: PackLimits, search: Exchanges
+) -> None:
     """Rearrange pairs of packs, in place, until the ranks are balanced.
 
     The rank whose load exceeds the mean most is rearranged with the rank where that load is least; after a failure with
