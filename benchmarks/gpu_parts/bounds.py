@@ -38,7 +38,7 @@ def main() -> None:
     q, k, v = (
         torch.randn(tokens, HEADS, WIDTH, device=device, dtype=dtype).requires_grad_() for _ in range(3)
     )
-    backend = select("auto", q, k, v).name
+    backend = select("auto", q).name
     batches = {"pack": pack, "plan": plan}
     ways = [
         Way(name, [q, k, v], partial(attention, batch=batch, backend=backend))
