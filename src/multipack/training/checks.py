@@ -89,7 +89,7 @@ RULES = (
             and run.parallel.context_method == "planned"
             and run.model.attention != "auto"
         ),
-        "model.attention={model.attention}: parallel.context_method=planned has its own kernels; use"
+        "model.attention={model.attention}: parallel.context_method=planned chooses its kernel; use"
         " model.attention=auto, or parallel.context_method=ulysses",
     ),
     Refusal(
