@@ -70,7 +70,7 @@ def softmax_of_logits(
 
     Returns:
         (R,) losses and (R,) log-sum-exp, float32 or wider; the (R, V) gradient in the dtype of the logits without the
-        term of the target; and (R, 1) what it is at the target, with this term.
+        term of the target; and the (R, 1) gradient at the target, with this term.
     """
     wide = logits.to(at_least_float32(logits.dtype))
     lse = wide.logsumexp(1, keepdim=True)

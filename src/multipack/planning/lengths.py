@@ -140,5 +140,5 @@ def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:
 
 
 def nothing_learned(documents: str, instead: str) -> ValueError:
-    """The error of documents to train on of which none has a target; `instead` says what to look at."""
+    """The error for training documents without any target; `instead` says what to look at."""
     return ValueError(f"none of {documents} has a target token, and nothing would be learned: {instead}")

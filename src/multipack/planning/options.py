@@ -138,7 +138,7 @@ class PlanOptions:
 
         Args:
             balanced: the cost that packs are equalized in.
-            steps: number of steps, where it was given.
+            steps: number of steps, if it is fixed.
         """
         names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
@@ -212,7 +212,7 @@ def check_item_options(options: PlanOptions, setting: str) -> None:
 
     Args:
         options: of the plan.
-        setting: that asks for such items, as the message names it.
+        setting: the setting that asks for such items, for the message.
 
     Raises:
         ValueError: the message names the option and what to use.

@@ -7,7 +7,7 @@
 These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
 computed on the device of `cu_seqlens`, without a synchronization.
 
-Where documents share tokens, the slots that a position sees are no range; those that see it are:
+Where documents share tokens, the slots that a position sees are no range, but the slots that see it are:
 
     nodes            p p p a a b        documents p p p a a and p p p b
     ends             6 6 6 5 5 6        slot i is seen from i … ends[i] − 1 (`PackedTree.ends`)

@@ -130,7 +130,7 @@ def place_inside(
     capacity: int,
     max_documents: int,
 ) -> Integers:
-    """(documents,) pack of each document among the packs of its rank; −1 for none. As `place` for every rank.
+    """`place` on every rank: (documents,) pack of each document among the packs of its rank; −1 for none.
 
     `ranks` are the ranks of the documents, −1 for none.
     """
