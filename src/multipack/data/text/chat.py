@@ -133,7 +133,7 @@ class ChatTemplate:
     def notes(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
     ) -> set[str]:
-        """What is trained otherwise than it seems to be in a conversation that was written as `parts`."""
+        """Notes on a conversation, written as `parts`, that is trained otherwise than it seems to be."""
         turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
         found = {TOOL_CALLS} if self._leaves_out("tool_calls", messages, tools) else set[str]()
         if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
@@ -285,7 +285,7 @@ class Chat:
             raise ValueError("messages contain too many different private-use characters")
 
     def request(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
-        """What the template is asked to write, as JSON: the first `count` messages (None: all)."""
+        """The request to the template, as JSON: write the first `count` messages (None: all)."""
         return _ENCODER.encode(
             {
                 "messages": self.messages[:count],
@@ -315,7 +315,7 @@ class Chat:
         return _CODES.sub(lambda code: self._texts.get(code.group(), code.group()), text)
 
     def _protect(self, value: Any, depth: int = 0) -> Any:
-        if depth > MOST_DEPTH:  # a limit of its own: that of Python depends on the caller
+        if depth > MOST_DEPTH:  # Python's own limit depends on the caller
             raise ValueError(f"a message or tool is nested more than {MOST_DEPTH} levels deep")
         if isinstance(value, str):
             text = value.lstrip()  # templates may strip messages

@@ -72,7 +72,7 @@ class Source:
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         skipped: reason → number of entries that the last iteration skipped.
-        places: reason → names of the first of them.
+        places: reason → names of the first skipped entries.
         fault: what is wrong with the first broken entry of the last iteration; empty = none was broken.
 
     Raises:
@@ -177,7 +177,7 @@ class Source:
         add_places(self.places, reason, [name])
 
     def _checked(self, entries: Iterable[Found]) -> Iterator[Found]:
-        """The entries of a file; with `data.broken=error` a ValueError names those that are broken."""
+        """The entries of a file; with `data.broken=error` a ValueError names broken ones."""
         broken = list[Skip]()
         for entry in entries:
             if isinstance(entry, Skip) and entry.fault and self.config.broken == "error":

@@ -192,7 +192,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> Tokenizer:
-        """Read a `tokenizer.json`, or that of a folder, and the files beside it; `ValueError` if it is malformed."""
+        """Read a `tokenizer.json`, or the one in a folder, and the files beside it; `ValueError` if it is malformed."""
         definition, config = read_file(str(path))
         try:
             return cls(definition, name or f"file {path.name}", config)
