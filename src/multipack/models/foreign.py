@@ -264,7 +264,7 @@ def check_documents(
 
 
 def _rotated_alike(batch: PackedBatch, limit: RotationLimit, folder: str) -> PackedBatch:
-    """The pack with padding in pieces that are not rotated by their length; `ValueError` for a document that is."""
+    """The pack with padding cut into pieces of at most `limit`; `ValueError` for a document beyond it."""
     if batch.longest > limit.tokens:
         lengths = batch.lengths[: batch.num_documents] if batch.tree is None else batch.tree.lengths_k
         check_documents(lengths, limit, folder)

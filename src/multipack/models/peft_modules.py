@@ -90,7 +90,7 @@ def by_pattern(
     """Module of transformers → its value in rank_pattern or alpha_pattern, where the first match counts, as in peft.
 
     Raises:
-        ValueError: it is no object of positive numbers, or a key is no regular expression that ends soon.
+        ValueError: it is no object of positive numbers, or a key is no regular expression, or takes too long to match.
     """
     try:
         patterns = {

@@ -28,7 +28,7 @@ class ProbeFinding:
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
         leaks: (changed document, affected document), counted from 0 → largest change of its outputs, relative to its

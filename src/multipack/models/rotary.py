@@ -82,7 +82,7 @@ def _scaled(frequencies: Tensor, shape: ModelShape) -> Tensor:
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     else:
         width, theta = shape.rotary_width, shape.rope_theta
-        # Elements whose frequency makes each number of YARN_TURNS in the trained context.
+        # Elements whose frequencies make YARN_TURNS turns in the trained context.
         first, last = (
             width * math.log(shape.rope_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in YARN_TURNS

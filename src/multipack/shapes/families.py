@@ -169,7 +169,7 @@ ATTENTION_MULTIPLIER = Setting(
 
 
 def _pre_attention_scalar(shape: Any) -> float:
-    """Number whose 1 / √ is the factor of products of queries and keys; files state it as an integer."""
+    """Number s where 1 / √s is the factor of products of queries and keys; files state it as an integer."""
     return float((shape.attention_scale or shape.head_width**-0.5) ** -2)
 
 
@@ -285,7 +285,7 @@ class Family:
         defaults: setting that files may omit → its value.
         tensors: names of the tensors.
         activation: name of the activation's setting.
-        always_bias: whether all matrices and norms have biases; those that a decoder lacks are written as zeros.
+        always_bias: whether all matrices and norms have biases; missing ones are written as zeros.
         rope_types: scalings of rotary frequencies that transformers computes for the family.
         classifier: class of transformers with a head of scores; None = by the architecture's name, empty = there is
             none.
