@@ -60,7 +60,7 @@ def read_config(folder: str) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers has no model of it that predicts tokens, its weights are quantized otherwise than in
+        ValueError: transformers has no causal language model for it, its weights are quantized otherwise than in
             MXFP4, it needs code, or the file is damaged.
     """
     with _errors(folder):
@@ -157,7 +157,7 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
         Name of a parameter in the decoder → its name in the model of transformers.
 
     Raises:
-        ValueError: its attention is its own, or it has no list of blocks or no head that is a matrix.
+        ValueError: it has its own attention code, no list of blocks, or no head that is a matrix.
     """
     config = read_config(shape.architecture)
     config.vocab_size = shape.vocabulary_size

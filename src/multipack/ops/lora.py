@@ -135,10 +135,10 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
 
 
 def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
-    """Check that every name in `adapter.targets` and `adapter.train` names a part of this whole model.
+    """Check that every entry of `adapter.targets` and `adapter.train` names a part of this whole model.
 
     Raises:
-        ValueError: one is not; a matrix is to be adapted and trained whole; or there is nothing to quantize.
+        ValueError: one does not; a matrix is to be adapted and trained whole; or there is nothing to quantize.
     """
     if config.name == "none":
         return

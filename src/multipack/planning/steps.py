@@ -105,7 +105,7 @@ class Division:
         return offsets_of(self.step_sizes)
 
     def packs(self, step: int) -> Packs:
-        """The packs of a step, of positions in the sequence."""
+        """The packs of a step, as positions in the sequence."""
         bounds = self.pack_offsets[self.step_offsets[step] : self.step_offsets[step + 1] + 1]
         return Packs(self.entries[bounds[0] : bounds[-1]], bounds - bounds[0])
 

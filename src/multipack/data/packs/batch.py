@@ -144,7 +144,8 @@ class PackedBatch(Movable):
         position_ids: (T,) int64, counted from 0 in every document.
         cu_seqlens: (D + 1,) int32 starts of this pack's D documents, padding counted as one, and T.
         max_seqlen: slots of this pack's longest document, padding included, rounded up to a multiple of 128. Kernels
-            start max_seqlen / 128 thread blocks for each of the D documents and each head.
+            start max_seqlen / 128 thread blocks for each of the D documents and each head. On lognormal lengths that is
+            4 to 6 times the blocks with work; with the bounds of a whole plan it would be 240 to 690 times.
         num_documents: documents in this pack, without padding.
         num_tokens: tokens in this pack, without padding.
         num_target_tokens: targets that are not −100.

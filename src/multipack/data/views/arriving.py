@@ -140,7 +140,7 @@ class Arriving(ABC):
 
     @property
     def fit(self) -> FitReport:
-        """What was done to documents that were too long, up to the current chunk's end."""
+        """Report on documents that were too long, up to the current chunk's end."""
         return self.report + self._chunk[1] if self._chunk else self.report
 
     @property
