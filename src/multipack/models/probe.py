@@ -166,7 +166,7 @@ class _Probe:
         return [flat[start:end] for start, end in batch.spans]
 
     def run(self, batch: PlacedBatch) -> Any:
-        """What the model returns for a batch."""
+        """Output of the model for a batch."""
         given = batch.given
         if isinstance(given, Mapping):
             given = {name: value for name, value in given.items() if name not in LABELS}
@@ -193,7 +193,7 @@ class _Probe:
     def tolerance(self) -> float:
         """Largest relative difference that counts as none.
 
-        In 16 bits, kernels of different shapes round differently: by as much as the first document, packed and alone.
+        In 16 bits, kernels of different shapes round differently: measured on the first document, packed and alone.
         """
         if self.dtype in (torch.float32, torch.float64):
             return TOLERANCE

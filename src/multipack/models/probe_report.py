@@ -1,4 +1,4 @@
-"""What the isolation probe finds: causes with remedies, and how much documents change each other."""
+"""Results of the isolation probe: causes with remedies, and how much documents change each other."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from multipack.ops.autocast import at_least_float32
 CHUNK_TOKENS = 1024
 """Rows of a chunk, on a GPU the minimum: on a CPU larger ones only take more memory."""
 CHUNK_BYTES = 2**30
-"""Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000. Every chunk reads and writes the
-weight's gradient; with 1,024 rows that moved 21 GB for a pack of 8,192 tokens."""
+"""Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000. Every chunk reads and writes
+the weight's gradient; with 1,024 rows that moved 21 GB for a pack of 8,192 tokens."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Quantized(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of its bytes."""
         return self.codes.device
 
     def __getitem__(self, rows: slice) -> Self:

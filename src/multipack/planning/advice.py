@@ -50,7 +50,7 @@ def advise(made: Plan, found: PlanReport) -> list[str]:
 
 
 def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
-    """What limits the ceiling, and every change that raises it."""
+    """Sentences on the limit of the ceiling, and on every change that raises it."""
     world, sync, ceiling = found.data_parallel_size, found.sync, found.cost_utilization_ceiling
     each, packs, factor = made.micro_batches(world), made.packs_per_step, found.kappa
     slots = made.slots[made.order]

@@ -255,8 +255,8 @@ class Arrangement:
     def _place(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
 
-        A micro-batch takes as long as its most loaded pack. So each gets the documents that fit and let all its packs
-        cost as much as the longest one left, or as the mean of the packs left; or more where the others have no room.
+        A micro-batch takes as long as its most loaded pack. So each gets documents that fit, until its packs cost
+        as much as the costliest document left or the mean of the packs left, and documents without room in later ones.
         """
         packs, capacity = self.packs // points, self.capacity
         tokens, cost = np.append(0, np.cumsum(self.lengths)), np.append(0, np.cumsum(self.costs))
@@ -292,7 +292,7 @@ class Arrangement:
         return np.where(placed < 0, -1, number[placed])
 
     def _even_out(self, placed: Integers, least: int) -> None:
-        """Balance the ranks of each sync point, in place. `least` bounds the cost of the only one, or their sum."""
+        """Balance the ranks of each sync point, in place; `least` is a proven lower bound on `step_cost`."""
         once, joint = self.sync == "step", self.joint
         slots = self.micro_batches if once else 1
         points = np.zeros_like(placed) if once else placed // self.ranks

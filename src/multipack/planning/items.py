@@ -147,5 +147,5 @@ class ItemSource(ABC):
         """
 
     def is_whole(self, widened: int) -> bool:
-        """Whether the items do not depend on the window if it is multiplied by this number."""
+        """Whether windows wider than this multiple would give the same items."""
         return True

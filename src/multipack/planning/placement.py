@@ -325,7 +325,7 @@ def _poured(document: Integers, widths: Integers, room: Integers) -> tuple[Integ
 
 
 def _cut(lengths: Integers, ranks: int, document: Integers, rank: Integers, widths: Integers) -> Placement:
-    """Cut the shares of ranks, equal parts from the head and the tail of each document; a rank has one share of it."""
+    """Cut documents into shares, one a rank, each with equal parts of the document's head and tail."""
     shares, inverse = np.unique(document * ranks + rank, return_inverse=True)
     width = sums(inverse, widths, len(shares))
     document, rank = np.divmod(shares, ranks)

@@ -65,7 +65,7 @@ class AdapterConfig:
 
     @staticmethod
     def preset_names() -> list[str]:
-        """What `adapter=` accepts."""
+        """The names that `adapter=` accepts."""
         return list(ADAPTER_PRESETS)
 
     @classmethod

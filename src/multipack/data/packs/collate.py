@@ -29,7 +29,7 @@ from multipack.planning.plan import Plan, denominator_of
 from multipack.planning.stream import PackStream
 
 Planned = Plan | PackStream | PackedBatchSampler
-"""What determines the settings of a collator."""
+"""Objects that determine the settings of a collator."""
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ class StoreHeader:
 
     @property
     def kind(self) -> ItemKind:
-        """What an item of the store is."""
+        """Kind of the store's items."""
         return "labels" if self.labels else "pairs" if self.pairs else "documents"
 
     @property

@@ -114,7 +114,7 @@ class ChatTemplate:
         """Render a conversation and divide it at special tokens and at the ends of answers.
 
         Args:
-            messages: dicts with `role`, `content` (text), and what the template reads besides.
+            messages: dicts with `role`, `content` (text), and other entries that the template reads.
             tools: descriptions of the tools that may be called.
             first_target: index of the first message whose answer is a target; earlier answers are context.
             add_generation_prompt: append the beginning of an answer. No part is a target then, but the text is divided
@@ -144,7 +144,7 @@ class ChatTemplate:
         return found
 
     def _leaves_out(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether some message has a value for `key`, and the template writes nothing of any of them."""
+        """Whether messages have values for `key`, and the template writes none of them."""
         if not any(entry.get(key) for entry in messages):
             return False
         without = [{name: value for name, value in entry.items() if name != key} for entry in messages]

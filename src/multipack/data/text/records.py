@@ -75,7 +75,7 @@ _Finish = Callable[[list[Any]], Sequence[Found]]
 
 @dataclass(frozen=True)
 class RecordForm:
-    """What the records of a source hold; the first one decides it.
+    """The form and the fields of a source's records, decided by the first one.
 
     Attributes:
         name: text, completion, alpaca, chat, preference or label; None: there is no record.

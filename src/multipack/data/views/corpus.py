@@ -39,7 +39,7 @@ class Corpus:
     train: Documents  # documents to train on, none longer than the limit
     validation: Documents  # documents to validate on; empty if `data.validation` is 0
     description: str  # one line for people
-    # what was done to documents that were too long
+    # report on documents that were too long
     train_fit: FitReport
     validation_fit: FitReport
     # a line for each reason for which the source left out entries, with their number and the first names

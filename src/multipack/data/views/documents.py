@@ -278,7 +278,7 @@ class Documents:
         repeat_prompt: bool = False,
         min_prefix: int | None = None,
     ) -> tuple[Documents, FitReport]:
-        """A view in which no document is longer than `limit` tokens, and a report of what was done.
+        """A view in which no document is longer than `limit` tokens, and a report on the longer ones.
 
         Args:
             limit: most tokens of a document.

@@ -38,7 +38,7 @@ from multipack.ops.autocast import in_autocast_dtype
 from multipack.planning.lengths import short
 
 OLDEST = "5.2"
-"""The first transformers all of whose tested models give this attention the documents. Before, GPT-2 mixes documents
+"""Oldest version of transformers whose tested models all pass documents to this attention. Before, GPT-2 mixes them
 without an error where transformers makes no mask of them (with a cache, or with an attention_mask of ones)."""
 UNSUPPORTED = ("indices", "block_indices", "sinks", "cache")
 """Arguments of some models' attention that change its result and that `attend` refuses: sparse attention, sinks that

@@ -1,4 +1,4 @@
-"""What an attention kernel takes and returns, and how results over parts of the keys merge.
+"""Arguments and results of attention kernels, and how results over parts of the keys merge.
 
     sⱼ = q·kⱼ/√D      lse = log Σⱼ exp(sⱼ)      out = Σⱼ exp(sⱼ − lse) vⱼ
 
@@ -31,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Limits(NamedTuple):
-    """What limits the keys that a query sees, and its scores.
+    """Limits of the keys that a query sees, and of its scores.
 
     Attributes:
         window: tokens that each position sees, itself included; None = its whole document.

@@ -98,7 +98,7 @@ def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> 
         return
     bounds = cu_seqlens.tolist()
     behind = ends[cu_seqlens[:-1].clamp(max=len(ends) - 1)].tolist()
-    path = list[tuple[int, int, int, int]]()  # nodes before: bounds, end of those behind, position
+    path = list[tuple[int, int, int, int]]()  # earlier nodes: start, stop, end of the nodes behind, position
     for (start, stop), end in zip(pairwise(bounds), behind, strict=True):
         while path and path[-1][2] <= start:
             path.pop()

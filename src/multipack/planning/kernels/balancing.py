@@ -311,7 +311,7 @@ def _collect(state: State, taker: int, enough: int, half: int) -> None:
 def gather(
     placed: Integers, lengths: Integers, packs: int, capacity: int, max_documents: int, spare: int
 ) -> None:
-    """Find places, in place, for documents that fit into no pack: free tokens of all packs move into one of them.
+    """Place documents that fit into no pack, in place: free tokens of all packs move into one of them.
 
     Where each of three packs has 2 free tokens, a document of 6 tokens fits into none of them. Two exchanges of an 8
     for a 6 fill the first two packs and leave 6 free tokens in the third:
