@@ -349,7 +349,7 @@ def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dt
 
     Args:
         shape: of the model.
-        tensors: by transformers' names. Routing biases and the like, which are no parameters there, keep their dtype.
+        tensors: by transformers' names. Routing biases and the like, which are buffers there, keep their dtype.
         folder: to write to; it gets a config.json, too.
         dtype: of the parameters.
     """

@@ -119,7 +119,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     shared: TargetRows | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`; all rows are projected, also those without a target."""
+    """As `linear_cross_entropy`; rows without a target are projected, too."""
     if shared is not None:  # rows with several targets
         return linear_cross_entropy(
             hidden,

@@ -171,7 +171,7 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         shape: of the decoder, see `peft_shape`.
 
     Raises:
-        ValueError: it is no LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
+        ValueError: it is not LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
             model.
     """
     config, given = _config(folder), read_json(folder / PEFT_CONFIG)

@@ -49,7 +49,7 @@ def _texts(file: Path, setting: str, given: Mapping[str, Any]) -> list[str]:
     """A setting of names.
 
     Raises:
-        ValueError: it is no list of texts.
+        ValueError: it is not a list of strings.
     """
     value = given.get(setting) or []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -90,7 +90,7 @@ def by_pattern(
     """Module of transformers → its value in rank_pattern or alpha_pattern, where the first match counts, as in peft.
 
     Raises:
-        ValueError: it is no object of positive numbers, or a key is no regular expression, or takes too long to match.
+        ValueError: it is not an object of positive numbers, or a key is a bad regular expression or a very slow one.
     """
     try:
         patterns = {

@@ -5,7 +5,7 @@
     alone                B B B               and equal B's processed alone
 
 A dozen forwards over 27 tokens, without gradients. A leak is a change of outputs in a document that was not changed.
-Wrong positions are no leak, but a difference from the document alone. The report has the size of both, and the first
+Wrong positions are not a leak, but a difference from the document alone. The report has the size of both, and the first
 module that differs.
 """
 

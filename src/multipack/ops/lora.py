@@ -8,7 +8,7 @@ s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
 adapted model at first computes what the original one does.
 
-Frozen matrices of blocks may be quantized (QLoRA; shapes/formats.py), also those without an adapter; m is then the
+Frozen matrices of blocks may be quantized (QLoRA; shapes/formats.py), with or without an adapter; m is then the
 length of the rows of the dequantized matrix. Otherwise frozen linear layers and experts are held in the dtype of matrix
 products: autocast would cast them to it in every step, and the products are the same bit for bit.
 """

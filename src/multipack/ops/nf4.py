@@ -72,7 +72,7 @@ class Nf4(Quantized):
             double: quantize the scales too.
 
         Raises:
-            ValueError: `in` is no multiple of 64.
+            ValueError: `in` is not a multiple of 64.
         """
         rows, columns = weight.shape
         if columns % NF4_BLOCK:

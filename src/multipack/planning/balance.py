@@ -146,7 +146,7 @@ def balance(
                 " a model or a function of lengths"
             )
         again = _repeated_tokens(shared, _check_groups(groups, len(tokens)), tokens)
-        # In one call: costs that are no integers are rounded to a fraction of the largest.
+        # In one call: non-integer costs are rounded to a fraction of the largest.
         both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
         costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
         tokens = tokens - again

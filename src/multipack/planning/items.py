@@ -142,7 +142,7 @@ class ItemSource(ABC):
         Args:
             seed: of the order, as in `multipack.plan`.
             epoch: from 0; with the seed it determines the order.
-            carried: numbers of the documents left over by the epoch before, which come first; None = there are none.
+            carried: numbers of the documents left over by the epoch before, which come first; None = none.
             widened: number by which the windows of the order, whose documents form items, are multiplied.
         """
 

@@ -249,7 +249,7 @@ def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
 
 
 def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
-    """Carried document numbers as int64, empty for None; `ValueError` if they are no numbers of documents."""
+    """Carried document numbers as int64, empty for None; `ValueError` if one is not the number of a document."""
     numbers = check_integers("carried", () if carried is None else carried)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
         raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")

@@ -365,7 +365,7 @@ def plan(
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
     if isinstance(lengths, Items):
         items = lengths
-        check_lengths(items.slots, chosen.capacity)  # the options may differ from those at its making
+        check_lengths(items.slots, chosen.capacity)  # the options may differ from the ones of its making
     else:
         items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
     balanced = chosen.balanced_cost(cost_model, items.slots)

@@ -244,7 +244,7 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     """(documents,) steps between each document's place in the plan's order and the middle of its step.
 
     The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
-    `max_documents` limits packs): up to half a step is no displacement.
+    `max_documents` limits packs). A document in its own step is up to half a step away.
     """
     limit, steps = plan.options.max_documents, np.repeat(np.arange(plan.num_steps), np.diff(_bounds(plan)))
     sizes = plan.options.slots(plan.lengths[plan.document_order])

@@ -1,6 +1,6 @@
 """The table of config.json: families of models on Hugging Face that the decoder computes, one row a `model_type`.
 
-A row says how the family differs from Llama: the fields of `ModelShape` that it fixes (`switches`), those that its
+A row says how the family differs from Llama: the fields of `ModelShape` that it fixes (`switches`), fields that its
 config.json states (`settings`, which read and write), what its files leave out (`defaults`), and the names of its
 tensors. config_json.py reads and writes files with it, models/huggingface.py tensors, adapter.py takes peft's names
 from it. The table stands here and not beside the weights in models/, because planning reads config.json without torch.
@@ -215,7 +215,7 @@ class Tensors:
         outer: Hugging Face's module → the decoder's module, outside of layers; the embedding first.
         inner: Hugging Face's module → the decoder's modules, in a layer; several are joined along their rows.
         transposed: Hugging Face's modules whose matrices are (in, out).
-        ignored: pattern of the names of buffers in old files, which are no parameters.
+        ignored: pattern of the names of buffers in old files, which are not parameters.
     """
 
     prefix: str

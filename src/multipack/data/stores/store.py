@@ -65,7 +65,7 @@ class TokenStore:
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
-        warnings: sentences on records that are trained otherwise than they seem to be.
+        warnings: sentences on records that are not trained as they look.
         places: reason → names of the first skipped entries.
         description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
@@ -142,7 +142,7 @@ class TokenStore:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on records that are trained otherwise than they seem to be, with the name of the first."""
+        """Sentences on records that are not trained as they look, with the name of the first."""
         noted: Notes = {}
         for shard in self.shards:
             add_notes(noted, shard.notes, shard.label)

@@ -246,7 +246,7 @@ class StoreWriter:
             for shard in find_shards(self.path, [self._part]):
                 numbers = len(shard), len(shard.tokens), shard.read
                 self.shards.append(WrittenShard(*numbers, is_last=shard.skipped is not None))
-        except ValueError:  # a damaged shard: it and those after it are made again
+        except ValueError:  # a damaged shard: it and all later ones are made again
             pass
         own = shard_name(self._part, 0)[:10]
         for file in self.path.glob(f"{own}-*"):

@@ -133,7 +133,7 @@ class ChatTemplate:
     def notes(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
     ) -> set[str]:
-        """Notes on a conversation, written as `parts`, that is trained otherwise than it seems to be."""
+        """Notes on a conversation, written as `parts`, that is not trained as it looks."""
         turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
         found = {TOOL_CALLS} if self._leaves_out("tool_calls", messages, tools) else set[str]()
         if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
@@ -233,8 +233,8 @@ class ChatTemplate:
     def _between_prefixes(self, text: str, chat: Chat, first_target: int) -> _Answers:
         """The ranges of answers in the output of a template without marks.
 
-        White space after the special token that ends an answer is no target. The time grows with the number of answers
-        times the length of the text.
+        White space after the special token that ends an answer is not a target. The time grows with the number of
+        answers times the length of the text.
         """
         count = sum(message["role"] == "assistant" for message in chat.messages)
         if count * (len(text) + MESSAGE_COST * len(chat.messages)) > MOST_RENDERED:

@@ -263,7 +263,7 @@ class Source:
             parts += [each for each in (form.label, config.weight_field) if each]
             parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
             parts += ["drop_system"] if config.drop_system else []
-            # A store of `skip` is none of `error`.
+            # With `skip` a store may lack records that `error` refuses: it is another store.
             parts += ["broken skip"] if config.broken == "skip" else []
         if config.source == "stdlib":
             parts.append(self.name)
@@ -364,7 +364,7 @@ def open_dataset(config: DataConfig) -> Any:
                 path, config.subset or None, split=config.part, streaming=config.stream
             )
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library and those below it raise errors of many kinds
+    except Exception as error:  # the library and its dependencies raise errors of many kinds
         wanted = f"data.path={config.path}, data.subset={config.subset!r}, data.part={config.part!r}"
         raise ValueError(f"{wanted}: {type(error).__name__}: {reason_of(error)}") from error
     parts = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}

@@ -3,7 +3,7 @@
     chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or a few hundred records
     |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
        × held back for validation, from the first chunk only
-    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
+    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds items in flight
 
 An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
 position of a chunk, the number of the next item in it and the items in flight: only that chunk is read again.
@@ -131,7 +131,7 @@ class Arriving(ABC):
     @property
     @abstractmethod
     def warnings(self) -> list[str]:
-        """Sentences on records read so far that are trained otherwise than they seem to be."""
+        """Sentences on records read so far that are not trained as they look."""
 
     @property
     def skipped(self) -> dict[str, int]:

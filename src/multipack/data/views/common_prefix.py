@@ -35,7 +35,7 @@ def shared(common: Integers, min_prefix: int) -> Integers:
 def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integers:
     """(documents,) document numbers in the order of their tokens.
 
-    A document comes before those that it begins; equal ones are in the order of their numbers.
+    A document comes before longer ones that it begins; equal ones are in the order of their numbers.
 
     Args:
         tokens: flat tokens, each at most `LARGEST_TOKEN`.

@@ -49,7 +49,7 @@ class Corpus:
     # name and number of documents of each set of validation documents, or of each source of a mixture, in the order of
     # `validation`; empty if there is one
     sources: tuple[tuple[str, int], ...] = ()
-    # one line about validation documents that are no share of the others; empty = they are
+    # one line about validation documents from elsewhere; empty = they are a share of the documents
     validation_files: str = ""
     # the documents to train on if they arrive during the run; `train` is empty then
     arriving: Arriving | None = None

@@ -193,7 +193,7 @@ class SharedPrefixes(ItemSource):
         """Items of a view by `data.share_prefixes`: `pairs`, `groups` or `all`; other arguments as of the class.
 
         Raises:
-            ValueError: `pairs` of documents that are no pairs; see the class.
+            ValueError: `pairs`, but the documents are not pairs; see the class.
         """
         pairs = documents.store.item_size > 1
         if share == "pairs" and not pairs:
