@@ -157,7 +157,7 @@ class Placement:
         return self._exchanged[1]
 
     def slowest(self, cost: CostModel, prices: Prices, slots: int = 0) -> int:
-        """The largest cost of a rank, including the keys that it sends or receives, whichever are more."""
+        """The largest cost of a rank, with the price of the keys that it sends or receives, whichever are more."""
         return int((self.costs(cost, slots) + prices.key * np.maximum(self.sent, self.received)).max())
 
 

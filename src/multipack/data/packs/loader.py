@@ -29,8 +29,8 @@ def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
     """The same items, of which a background thread makes `size` ahead; 0 = no thread.
 
     The number of items begun depends only on the number requested, not on the speed of the thread: ranks that request
-    equally many begin equally many. An exception in the thread is raised here. Closing the generator
-    finishes the items that were begun, and ends the thread.
+    equally many begin equally many. An exception in the thread is raised here. Closing the generator finishes the items
+    that were begun, and ends the thread.
     """
     if not size:
         yield from items

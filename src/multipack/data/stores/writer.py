@@ -42,7 +42,7 @@ EncodedPart = tuple[Sequence[int], bool]
 
 
 class WrittenShard(NamedTuple):
-    """Numbers of a shard that is on disk, and whether it is the last one of its part."""
+    """Figures of a shard that is on disk, and whether it is the last one of its part."""
 
     documents: int
     tokens: int
@@ -202,7 +202,7 @@ class StoreWriter:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
         notes: what people should know about records, see `Shard`; may be set until the block ends.
         places: reason → names of the first skipped entries.
-        shards: numbers of the shards written so far, also by an interrupted writer.
+        shards: figures of the shards written so far, also by an interrupted writer.
 
     Raises:
         ValueError: `path` holds something else.

@@ -274,7 +274,7 @@ class RecordReader:
 
         Args:
             entries: the records.
-            unit: the entries in messages: `lines` or `rows`.
+            unit: noun for the entries in messages: `lines` or `rows`.
 
         Raises:
             ValueError: a setting does not suit the first record.

@@ -138,9 +138,7 @@ class Tokenizer:
             return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # the library raises bare Exceptions, and panics, which are BaseExceptions
+        except BaseException as error:  # the library raises bare Exceptions, and panics
             if not isinstance(library.model, models.WordLevel):
                 raise ValueError(f"the tokenizer ({self.name}) fails: {reason_of(error)}") from error
             unknown = sorted(set().union(*texts) - library.get_vocab().keys())

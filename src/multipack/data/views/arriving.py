@@ -280,7 +280,7 @@ class GrowingFolder(Arriving):
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences of the shards that are there; see `Arriving`."""
+        """Sentences on the records of the shards that are there; see `Arriving`."""
         return self._store.warnings if self._store is not None else []
 
     def _taken(self, begin: Position, number: int) -> str:
