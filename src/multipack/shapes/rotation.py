@@ -63,7 +63,7 @@ class RotationLimit(NamedTuple):
     transformers rotates all documents of a row by the longest one: a longer document changes the others.
 
     Attributes:
-        tokens: of such a document.
+        tokens: the limit; longer documents are rotated by their length.
         rope_type: scaling of the rotary frequencies.
         setting: name of the setting that has `tokens`.
     """

@@ -27,7 +27,7 @@ LARGEST_TOKEN = (1 << 21) - 2
 
 
 def shared(common: Integers, min_prefix: int) -> Integers:
-    """Shared tokens of `common` equal first ones: 0 below `min_prefix`, else a multiple of the lesser of it and `GRAIN`."""
+    """Shared tokens of `common` equal ones: 0 below `min_prefix`, else a multiple of min(`GRAIN`, `min_prefix`)."""
     grain = min(GRAIN, min_prefix)
     return np.where(common < min_prefix, 0, common // grain * grain)
 

@@ -169,7 +169,7 @@ def activated_index(backend: str, *properties: Any) -> int:
 
 @cache
 def _installed(package: str) -> bool:
-    """Whether a package, or a module of one, is there."""
+    """Whether a package, or a module of one, is installed."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # its parent is not
