@@ -45,9 +45,9 @@ def compiler_problem(device: torch.device) -> str:
 
 
 def keep_compiled_code_private() -> None:
-    """Give torch.compile a private folder, in the temporary one, unless the user chose: by default others can guess it.
+    """Give torch.compile a private folder of this user in the temporary folder, unless the user chose another.
 
-    It keeps pickles and shared objects there, which later runs load.
+    Later runs load pickles and shared objects from it, and other users can guess the name of torch's default.
 
     Raises:
         ValueError: another user has taken the folder's name.

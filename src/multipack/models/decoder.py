@@ -5,8 +5,8 @@
                                           │ x + down(silu(gate) · up), or down(gelu(up)), of norm(x)
 
 Switches of the shape add biases, norms of queries and keys, norms after attention and feed-forward, windows and layers
-without positions, scaled frequencies, and factors of embeddings, residual branches and logits. shapes/families.py says
-which of them are whose.
+without positions, scaled frequencies, and factors of embeddings, residual branches and logits. shapes/families.py has
+the switches of each family.
 
 There is no batch dimension: T tokens of many documents are one row, and only attention and positions depend on where
 documents begin. Names of parameters, on which checkpoints and other modules rely:
@@ -261,7 +261,7 @@ class Decoder(nn.Module):
                     f"a document has {batch.longest:,} tokens, and model.{limit}, {reason}, or another model.rope_type"
                 )
             bounds = batch.cu_seqlens.long()
-            # A text of which only the newest token is computed has the length of its position.
+            # Length = last position + 1, also where only the newest token of a text is computed.
             slots = (positions[bounds[1:] - 1] + 1).repeat_interleave(
                 bounds.diff(), output_size=len(positions)
             )

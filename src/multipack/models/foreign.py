@@ -60,7 +60,7 @@ def read_config(folder: str) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers has no model of it that predicts tokens, its weights are quantized otherwise than in
+        ValueError: transformers has no causal language model for it, its weights are quantized otherwise than in
             MXFP4, it needs code, or the file is damaged.
     """
     with _errors(folder):
@@ -157,7 +157,7 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
         Name of a parameter in the decoder → its name in the model of transformers.
 
     Raises:
-        ValueError: its attention is its own, or it has no list of blocks or no head that is a matrix.
+        ValueError: it has its own attention code, no list of blocks, or no head that is a matrix.
     """
     config = read_config(shape.architecture)
     config.vocab_size = shape.vocabulary_size
@@ -264,7 +264,7 @@ def check_documents(
 
 
 def _rotated_alike(batch: PackedBatch, limit: RotationLimit, folder: str) -> PackedBatch:
-    """The pack with padding in pieces that are not rotated by their length; `ValueError` for a document that is."""
+    """The pack with padding cut into pieces of at most `limit`; `ValueError` for a document beyond it."""
     if batch.longest > limit.tokens:
         lengths = batch.lengths[: batch.num_documents] if batch.tree is None else batch.tree.lengths_k
         check_documents(lengths, limit, folder)
@@ -349,7 +349,7 @@ def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dt
 
     Args:
         shape: of the model.
-        tensors: by transformers' names. Routing biases and the like, which are no parameters there, keep their dtype.
+        tensors: by transformers' names. Routing biases and the like, which are buffers there, keep their dtype.
         folder: to write to; it gets a config.json, too.
         dtype: of the parameters.
     """

@@ -5,7 +5,7 @@
     step 2            A             C        … until the text ends
 
 A token sees at most the last `model.shape.context` tokens. In a longer text all positions change with each token, so
-cached keys are invalid: for each further token the last `context` tokens are computed again. Results equal those
+cached keys are invalid: for each further token the last `context` tokens are computed again. Results are the same
 without a cache (`use_cache=False`) and do not depend on which prompts are generated together.
 """
 

@@ -136,7 +136,7 @@ def scores_of(config: Mapping[str, Any]) -> int:
 
 
 def language_name(name: str) -> str:
-    """A tensor's name in a model with images → its name in the language model alone; empty if it is no part of that."""
+    """A tensor's name in a model with images → its name in the language model alone; empty if it is not in it."""
     for pattern, prefix in LANGUAGE.items():
         if re.match(pattern, name):
             return re.sub(pattern, prefix, name)

@@ -77,7 +77,7 @@ def use_liger(model: Decoder, kernels: Collection[Kernel], liger: Any) -> None:
 
     Args:
         model: not yet tiled, checkpointed or compiled.
-        kernels: those without a problem.
+        kernels: operations without a problem.
         liger: the module `MODULE`.
     """
     for module in model.modules():
@@ -95,7 +95,7 @@ def use_liger(model: Decoder, kernels: Collection[Kernel], liger: Any) -> None:
 
 
 def _rms_norm(liger: Any, offset: float, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """As `rms_norm`, computed in float32 and rounded once; gradients are not written over those that arrive."""
+    """As `rms_norm`, computed in float32 and rounded once; incoming gradients are not overwritten."""
     found: Tensor = liger.LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", False)
     return found
 
@@ -119,7 +119,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     shared: TargetRows | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`; all rows are projected, also those without a target."""
+    """As `linear_cross_entropy`; rows without a target are projected, too."""
     if shared is not None:  # rows with several targets
         return linear_cross_entropy(
             hidden,

@@ -64,8 +64,8 @@ class KeyValueCache:
         rows = len(self.lengths) + torch.arange(len(lengths), device=lengths.device)
         # Where the pass stores keys and values: row and column of each token.
         self._slots = rows.repeat_interleave(lengths), batch.position_ids
-        # By window: columns that a decoding step reads, and which of them each row sees; empty: tokens of the pass see
-        # each other.
+        # By window: columns that a decoding step reads, and which of them each row sees; empty in a prefill: its tokens
+        # see each other.
         self._visible: dict[int, tuple[int, int, Tensor | None]] = {}
         self._reserve([*self.lengths, *batch.lengths])
 

@@ -52,7 +52,7 @@ def to_peft(
     Args:
         shape: of the decoder.
         config: of the adapter.
-        state: what was trained, by name.
+        state: the trained tensors by name.
         alphas: matrix → its alpha, where it differs from `config.alpha`.
 
     Raises:
@@ -128,7 +128,7 @@ def peft_base(folder: Path) -> Path:
 
 
 def _base_of(folder: Path) -> Path:
-    """What base_model_name_or_path of an adapter names."""
+    """The folder that base_model_name_or_path of an adapter names."""
     given = read_json(folder / PEFT_CONFIG)
     name, revision = (str(given.get(key) or "") for key in ("base_model_name_or_path", "revision"))
     for path in (Path(name).expanduser(), folder / name):
@@ -171,7 +171,7 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         shape: of the decoder, see `peft_shape`.
 
     Raises:
-        ValueError: it is no LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
+        ValueError: it is not LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
             model.
     """
     config, given = _config(folder), read_json(folder / PEFT_CONFIG)
@@ -251,7 +251,7 @@ def _adapted(folder: Path, config: AdapterConfig, saved: Mapping[str, Tensor]) -
     """The modules of transformers that have an adapter, each with all of its tensors.
 
     Raises:
-        ValueError: one has not; peft would take random values, or leave a tensor out.
+        ValueError: a tensor is missing or superfluous: peft would take random values, or leave it out.
     """
     held = dict[str, set[str]]()
     for module, own in map(_split, saved):

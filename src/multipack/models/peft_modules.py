@@ -49,7 +49,7 @@ def _texts(file: Path, setting: str, given: Mapping[str, Any]) -> list[str]:
     """A setting of names.
 
     Raises:
-        ValueError: it is no list of texts.
+        ValueError: it is not a list of strings.
     """
     value = given.get(setting) or []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -58,7 +58,7 @@ def _texts(file: Path, setting: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _named(file: Path, setting: str, value: Any, modules: Sequence[str]) -> list[bool]:
-    """Whether a list of ends of names has a module, or a regular expression matches all of its name."""
+    """For each module: whether a list of name endings, or a regular expression of the whole name, matches it."""
     if not isinstance(value, str):
         names = _texts(file, setting, {setting: value})
         return [any(f".{module}".endswith(f".{name}") for name in names) for module in modules]
@@ -69,7 +69,7 @@ def _named(file: Path, setting: str, value: Any, modules: Sequence[str]) -> list
 
 
 def _in_layers(file: Path, given: Mapping[str, Any], modules: Sequence[str]) -> list[bool]:
-    """Whether a module is in one of `layers_to_transform`, by the first number after one of `layers_pattern`."""
+    """For each module: whether it is in one of `layers_to_transform`, by the first number after a `layers_pattern`."""
     layers, pattern = given.get("layers_to_transform"), given.get("layers_pattern") or []
     if layers is None or layers == []:
         return [True] * len(modules)
@@ -90,7 +90,7 @@ def by_pattern(
     """Module of transformers → its value in rank_pattern or alpha_pattern, where the first match counts, as in peft.
 
     Raises:
-        ValueError: it is no object of positive numbers, or a key is no regular expression that ends soon.
+        ValueError: it is not an object of positive numbers, or a key is a bad regular expression or a very slow one.
     """
     try:
         patterns = {

@@ -112,7 +112,7 @@ class PreferenceDecoder(Decoder):
 
     @staticmethod
     def _per_pair(of_tokens: Tensor, batch: PackedBatch) -> Tensor:
-        """Numbers of targets → (items, 2) float64 sums over each answer; the sum of padding is dropped."""
+        """A value for each target → (items, 2) float64 sums over each answer; the sum of padding is dropped."""
         bounds = batch.cu_seqlens.long() if batch.tree is None else batch.tree.target_bounds
         of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=bounds)
         return of_documents[: batch.num_documents].view(-1, 2)

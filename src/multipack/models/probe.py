@@ -5,8 +5,8 @@
     alone                B B B               and equal B's processed alone
 
 A dozen forwards over 27 tokens, without gradients. A leak is a change of outputs in a document that was not changed.
-Wrong positions are no leak, but a difference from the document alone. Of either, the size and the first module that
-differs are named.
+Wrong positions are not a leak, but a difference from the document alone. The report has the size of both, and the first
+module that differs.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Probe:
         return [flat[start:end] for start, end in batch.spans]
 
     def run(self, batch: PlacedBatch) -> Any:
-        """What the model returns for a batch."""
+        """Output of the model for a batch."""
         given = batch.given
         if isinstance(given, Mapping):
             given = {name: value for name, value in given.items() if name not in LABELS}
@@ -193,7 +193,7 @@ class _Probe:
     def tolerance(self) -> float:
         """Largest relative difference that counts as none.
 
-        In 16 bits, kernels of different shapes round differently: by as much as the first document, packed and alone.
+        In 16 bits, kernels of different shapes round differently: measured on the first document, packed and alone.
         """
         if self.dtype in (torch.float32, torch.float64):
             return TOLERANCE
@@ -269,7 +269,7 @@ class _Probe:
         return IsolationReport({}, (), (refused, *findings), TOLERANCE)
 
     def _future(self, batch: PlacedBatch, base: list[Tensor]) -> list[ProbeFinding]:
-        """Whether outputs depend on later tokens of the same document."""
+        """The finding that outputs depend on later tokens of the same document; empty if they do not."""
         for number, tokens in enumerate(self.others):
             after = self.outputs(batch.with_tokens(number, tokens[-1:]))
             if not _difference(base[number][:-1], after[number][:-1]) <= self.leak_tolerance:
@@ -301,7 +301,7 @@ class _Probe:
         return ProbeFinding("difference", f"packed and alone differ{where}", remedy or otherwise)
 
     def _first_remedy(self, batch: PlacedBatch, is_wrong: bool) -> str:
-        """What to change in the batch, before anything about the model is to be said; empty if nothing."""
+        """What to change in the batch before the model can be judged; empty if nothing."""
         if is_wrong:
             return "correct the batch first, and probe again"
         if self.config is None or not (lacking := other_conventions(batch, self.config)):
@@ -310,7 +310,7 @@ class _Probe:
 
 
 def _or_newer(remedy: str) -> str:
-    """A remedy of a leak in transformers, and the version that has none of its own."""
+    """A remedy and, where transformers makes no masks of documents, the version that does."""
     return remedy if makes_document_masks() else f"{remedy}, or use transformers >= 4.53"
 
 

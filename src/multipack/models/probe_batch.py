@@ -254,7 +254,7 @@ def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:
 
 
 def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
-    """Targets, or labels, which are targets before the model shifts them, of other tokens than the next ones."""
+    """Targets (or labels, which the model shifts) that are not the next tokens."""
     ids, labels = batch.ids.reshape(-1).tolist(), _per_slot(batch.values.get("labels"), batch)
     targets = _per_slot(batch.values.get("targets"), batch) if labels is None else [*labels[1:], IGNORE]
     if targets is None:
@@ -282,7 +282,7 @@ def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
 
 
 def other_conventions(batch: PlacedBatch, config: Any) -> list[str]:
-    """What a batch for a model of transformers lacks of the conventions that keep documents apart in its attention."""
+    """Conventions by which models of transformers keep documents apart in attention, where the batch breaks them."""
     values = batch.values
     kept = {
         "use_cache=False": values.get("use_cache", getattr(config, "use_cache", False)) is False,

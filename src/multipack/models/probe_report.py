@@ -1,4 +1,4 @@
-"""What the isolation probe finds: causes with remedies, and how much documents change each other."""
+"""Results of the isolation probe: causes with remedies, and how much documents change each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProbeFinding:
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
         leaks: (changed document, affected document), counted from 0 → largest change of its outputs, relative to its

@@ -119,7 +119,7 @@ def _policy(
     *arguments: Any,
     **__: Any,
 ) -> CheckpointPolicy:
-    """Whether an operator's output is kept: of attention, and of products with all but the `unsaved` matrices.
+    """Whether to keep an operator's output: of attention, and of products with all but the `unsaved` matrices.
 
     The matrix, of shape (inputs, outputs), is the last argument of `PRODUCTS`.
     """

@@ -1,11 +1,11 @@
 """Rotary positions (RoPE: Su et al. 2021, arXiv:2104.09864) and the scalings of their frequencies.
 
 Element i of a head's first half and element i of its second half rotate together by the angle position · θ^(−2i/D).
-Scalings extend the context of a trained model; low frequencies are those that turn slowly:
+Scalings extend the context of a trained model; low frequencies turn slowly:
 
     linear     all frequencies are divided by a factor (Chen et al. 2023, arXiv:2306.15595)
     dynamic    θ grows with documents that are longer than the trained context
-    llama3     low frequencies are divided, high ones kept, those between interpolated (Llama 3.1)
+    llama3     low frequencies are divided, high ones kept, others interpolated (Llama 3.1)
     yarn       the same with other bounds, and a factor of cosines and sines (Peng et al. 2023, arXiv:2309.00071)
     longrope   a divisor for each frequency, another one in documents that are longer than the trained context, and a
                factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753)
@@ -82,7 +82,7 @@ def _scaled(frequencies: Tensor, shape: ModelShape) -> Tensor:
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     else:
         width, theta = shape.rotary_width, shape.rope_theta
-        # Elements whose frequency makes each number of YARN_TURNS in the trained context.
+        # Elements whose frequencies make YARN_TURNS turns in the trained context.
         first, last = (
             width * math.log(shape.rope_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in YARN_TURNS

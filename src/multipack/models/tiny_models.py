@@ -152,7 +152,7 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
     Args:
         source: a folder with a config.json, the name of a model in the local cache, or of an architecture.
         attention: implementation of attention; None = the model's own.
-        tiny: build a tiny model with random weights, as where there are no weights.
+        tiny: build a tiny model with random weights, as without weights in the folder.
 
     Returns:
         The model, and its description.

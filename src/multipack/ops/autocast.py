@@ -61,9 +61,9 @@ def drop_copies() -> None:
 
 
 def use_copies(module: nn.Module) -> None:
-    """Replace a module's matrices by copies in autocast's dtype until `keeping_copies` ends; nothing outside of it.
+    """Replace a module's matrices by copies in autocast's dtype until `keeping_copies` ends; no effect outside of it.
 
-    The gradients of copies are added to those of the weights.
+    The gradients of copies are added to the gradients of the weights.
     """
     for part in module.modules() if _replaced else ():
         for name, weight in part._parameters.items():

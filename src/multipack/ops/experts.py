@@ -59,7 +59,7 @@ class QuantizedExperts(nn.Module):
 
         self.__dict__.update(whole)
         try:
-            # Hooks replace those of activation checkpointing, which would then keep what it has to recompute.
+            # Hooks replace the hooks of activation checkpointing, which would keep what it has to recompute.
             with nullcontext() if self.recomputed else saved_tensors_hooks(pack, unpack):
                 return super().forward(x, *more, **named)
         finally:

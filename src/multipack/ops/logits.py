@@ -20,7 +20,8 @@ from multipack.ops.autocast import at_least_float32
 CHUNK_TOKENS = 1024
 """Rows of a chunk, on a GPU the minimum: on a CPU larger ones only take more memory."""
 CHUNK_BYTES = 2**30
-"""Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000."""
+"""Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000. Every chunk reads and writes
+the weight's gradient; with 1,024 rows that moved 21 GB for a pack of 8,192 tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def softmax_of_logits(
 
     Returns:
         (R,) losses and (R,) log-sum-exp, float32 or wider; the (R, V) gradient in the dtype of the logits without the
-        term of the target; and (R, 1) what it is at the target, with this term.
+        term of the target; and the (R, 1) gradient at the target, with this term.
     """
     wide = logits.to(at_least_float32(logits.dtype))
     lse = wide.logsumexp(1, keepdim=True)

@@ -8,7 +8,7 @@ s = α / √r. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m
 denominator is treated as a constant in the backward pass (section 4.3). B is 0 and m = |W| at first, so that the
 adapted model at first computes what the original one does.
 
-Frozen matrices of blocks may be quantized (QLoRA; shapes/formats.py), also those without an adapter; m is then the
+Frozen matrices of blocks may be quantized (QLoRA; shapes/formats.py), with or without an adapter; m is then the
 length of the rows of the dequantized matrix. Otherwise frozen linear layers and experts are held in the dtype of matrix
 products: autocast would cast them to it in every step, and the products are the same bit for bit.
 """
@@ -99,7 +99,7 @@ def row_squares(weight: Tensor | Quantized, a: Tensor, b: Tensor, scale: float) 
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
-    """(out, in) the matrix that a linear layer with this adapter computes."""
+    """(out, in) the matrix with the adapter merged into it."""
     adapted = torch.addmm(weight, b, a, alpha=scale)
     if magnitude is None:
         return adapted
@@ -110,8 +110,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale
 def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:
     """Add adapters to the matrices of a model's blocks, in place; freeze all other parameters; quantize matrices.
 
-    Names of parameters stay, except those of quantized matrices (`PARTS`); new ones are those of `ADAPTER`, on the
-    device of their matrix, without values. Call it before tensors are divided and parameters are sharded.
+    Parameters keep their names, except quantized matrices (`PARTS`). New parameters (`ADAPTER`) are on the device of
+    their matrix, without values. Call it before tensors are divided and parameters are sharded.
 
     Args:
         model: has `blocks`; it may be a part of a pipeline, or on the meta device.
@@ -135,10 +135,10 @@ def add_adapters(model: nn.Module, config: AdapterConfig, dtype: torch.dtype = t
 
 
 def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
-    """Check that every name in `adapter.targets` and `adapter.train` is one of this whole model.
+    """Check that every entry of `adapter.targets` and `adapter.train` names a part of this whole model.
 
     Raises:
-        ValueError: one is not; a matrix is to be adapted and trained whole; or there is nothing to quantize.
+        ValueError: one does not; a matrix is to be adapted and trained whole; or there is nothing to quantize.
     """
     if config.name == "none":
         return
@@ -159,7 +159,7 @@ def check_adapters(model: nn.Module, config: AdapterConfig) -> None:
 
 
 def matrices(model: nn.Module) -> list[str]:
-    """Names of the linear layers of a model's blocks; not of those that compute in another way."""
+    """Names of the linear layers of a model's blocks; not of layers that compute in another way."""
     return [
         name
         for name, module in model.named_modules()
@@ -210,7 +210,7 @@ def initial_adapter(name: str, shape: tuple[int, ...], seed: int, weight: Callab
         return lengths
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-    bound = shape[1] ** -0.5  # that of nn.Linear, as in peft
+    bound = shape[1] ** -0.5  # the bound of nn.Linear, as in peft
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 

@@ -24,7 +24,7 @@ computed again for the gradient. Row weights scale rows of (chunk, d), never log
 the incoming gradient of each row, so its backward pass computes logits again.
 
 Where documents share tokens (`PackedBatch.tree`), a row has a target for each of its documents. Its logits are computed
-once. With w the weights of its targets, the gradient of its logits is the sum of theirs, which scales logits:
+once. The gradient of its logits is the sum over its targets, whose weights w scale logits here:
 
     g    = Σ w · (softmax · (1 + 2 z · lse) − ε / V) − (1 − ε) · Σ (w · one-hot)
 """
@@ -56,7 +56,7 @@ FUSED_DEVICES = ("cuda", "meta")
 """Devices that add half-precision products to a float32 matrix in one kernel (meta: to count bytes)."""
 Statistics = tuple[Tensor, Tensor]
 """Of R rows, E targets and some columns of the logits: (R, 1 or 2) log-sum-exp and, for label smoothing, the sum of the
-logits; (E, 1) logit of each target, 0 if it is in other columns. Those of all columns follow from those of parts."""
+logits; (E, 1) logit of each target, 0 if it is in other columns. `_merge` joins the statistics of parts."""
 Tile = tuple[Tensor, Tensor, Tensor]
 """(R, n) log-softmax over n columns, and their statistics."""
 
@@ -98,7 +98,7 @@ def linear_cross_entropy(
             the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
         compiled: on a GPU, compile the functions of a chunk's logits, unless the vocabulary is divided or tiled.
         logit_cap: bound c of the logits z, which become c · tanh(z / c) (Gemma 2); 0 = no bound.
-        shared: the rows of `targets` and `weights`, which are then (n,) lists without −100. None = target i is that of
+        shared: the rows of `targets` and `weights`, which are then (n,) lists without −100. None = target i belongs to
             row i.
 
     Returns:
@@ -130,7 +130,7 @@ def linear_log_probabilities(
 ) -> Tensor:
     """Log-probability of each target under `softmax(hidden @ weight.T)`, differentiable.
 
-    Args and dtypes are those of `linear_cross_entropy`; the backward pass computes logits again and needs no
+    Arguments and dtypes as in `linear_cross_entropy`; the backward pass computes logits again and needs no
     collective.
 
     Returns:
@@ -277,7 +277,7 @@ class _Head:
         return losses, lse, self._tiles(chunk, target, lse[:, None], tile if len(self.slices) == 1 else None)
 
     def _tiles(self, chunk: Tensor, target: ChunkTargets, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
-        """The gradient of the logits, tile by tile; `tile`, if there is only one, is overwritten, else computed."""
+        """The gradient of the logits, tile by tile. `tile`, the only one, is overwritten; None = compute each."""
         smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:
             logs, statistics, _ = tile or self._tile(chunk, target, columns)
@@ -299,7 +299,7 @@ class _Head:
     def _products(
         self, chunk: Tensor, gradients: Iterable[Tensor], scale: Tensor | None, weight_grad: Tensor | None
     ) -> Tensor:
-        """(R, d) gradient of a chunk of hidden states from those of its logits; that of the weight is added up."""
+        """(R, d) gradient of a chunk of hidden states from the gradients of its logits; adds to `weight_grad`."""
         product = torch.zeros_like(chunk, dtype=self.exact)
         scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
         for columns, gradient in zip(self.slices, gradients, strict=True):
@@ -334,7 +334,7 @@ class _Head:
 
 
 def _merge(found: Sequence[Statistics]) -> Statistics:
-    """Statistics of parts of the vocabulary → of the whole: log-sum-exp of the first one, sums of the others."""
+    """Statistics of the whole vocabulary from its parts: log-sum-exps are merged, all others summed."""
     if len(found) == 1:
         return found[0]
     of_rows, logits = (torch.stack(each) for each in zip(*found, strict=True))

@@ -6,7 +6,7 @@
                                                                            └──▶ weight_steps  mean, and absmax of blocks
 
 The levels are quantiles of a normal distribution, scaled to [−1, 1], with an exact 0. Bytes of `weight_scales` number
-the values of the dynamic 8-bit type (Dettmers 2015, arXiv:1511.04561). Values and the order of bytes are those of
+the values of the dynamic 8-bit type (Dettmers 2015, arXiv:1511.04561). Values and the order of bytes are as in
 bitsandbytes, whose kernel dequantizes on GPUs where it is installed. 4.127 bits a number; 4.5 without double
 quantization, where scales are kept in float32.
 """
@@ -72,7 +72,7 @@ class Nf4(Quantized):
             double: quantize the scales too.
 
         Raises:
-            ValueError: `in` is no multiple of 64.
+            ValueError: `in` is not a multiple of 64.
         """
         rows, columns = weight.shape
         if columns % NF4_BLOCK:

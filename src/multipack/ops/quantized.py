@@ -37,11 +37,11 @@ PARTS = part_names("weight")
 
 
 def whole_name(part: str, names: Container[str]) -> str | None:
-    """The name of the parameter that was quantized, given that of one of its parts; None for others.
+    """The name of the quantized parameter that a part belongs to; None for other parameters.
 
     Args:
         part: name of a parameter.
-        names: those of all parameters.
+        names: names of all parameters.
     """
     name, _, kind = part.rpartition("_")
     return name if kind in _KINDS and part_names(name)[0] in names else None
@@ -83,7 +83,7 @@ class Quantized(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of its bytes."""
         return self.codes.device
 
     def __getitem__(self, rows: slice) -> Self:

@@ -19,7 +19,7 @@ from multipack.ops.logits import rank_and_size
 
 
 class TargetRows(NamedTuple):
-    """The rows of n targets, of which a row may have several: where documents share tokens, one for each document.
+    """The rows of n targets; where documents share tokens, a row has a target for each of its documents.
 
     Attributes:
         rows: (R,) int64 numbers of the rows with a target, each once.
@@ -32,11 +32,11 @@ class TargetRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTargets:
-    """E targets of a chunk of R rows: one of each row or, where tokens are shared, all of the pack, some of them held.
+    """E targets of a chunk of R rows: one a row or, where tokens are shared, all of the pack, some in the chunk.
 
     Attributes:
         columns: (E, 1) the targets.
-        rows: (E,) row of each, arbitrary if it is not held; None = E is R, and target i is that of row i.
+        rows: (E,) row of each target, arbitrary if it is not held; None = E is R, and target i belongs to row i.
         held: (E,) whether the target's row is in the chunk.
         weights: (E, 1) factors of the gradients; 0 if it is not held.
         totals: (R, 1) sums of the factors of each row.
@@ -52,7 +52,7 @@ class ChunkTargets:
     def of(
         cls, targets: Tensor, places: Tensor, size: int, scale: Tensor | None, dtype: torch.dtype
     ) -> ChunkTargets:
-        """The targets whose `places` are in a chunk of `size` rows, without reading on the host which these are."""
+        """The targets whose `places` are in a chunk of `size` rows, computed without a wait for the device."""
         rows, held = places.clamp(0, size - 1), (places >= 0) & (places < size)
         weights = held.to(dtype) if scale is None else torch.where(held, scale.to(dtype), 0.0)
         totals = weights.new_zeros(size).index_add_(0, rows, weights)
@@ -79,8 +79,8 @@ class Targets(NamedTuple):
         targets: (n,) int64.
         weights: (n,) of their losses; None = 1.
         rows: (R,) int64 numbers of the rows.
-        places: (n,) int64 index in `rows` of each target's row; None = target i is that of row i, n is T, and those of
-            other rows do not count.
+        places: (n,) int64 index in `rows` of each target's row; None = target i belongs to row i, n is T, and targets
+            of other rows do not count.
     """
 
     targets: Tensor

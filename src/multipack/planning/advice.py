@@ -23,7 +23,7 @@ ENOUGH = 0.99
 
 _PLACES = 8  # places of the epoch at which a proposal is tried
 _WORTH = 0.005  # least gain of a proposal that is reported
-_MARGIN = 1.05  # tokens of a rank over κ · Lmax
+_MARGIN = 1.05  # proposed budget over κ · Lmax
 _ROOM = 1.1  # capacity over budget, so that packs can differ in tokens
 _GROUPED = 3.0  # spread of the steps' mean lengths above which grouping is reported
 
@@ -50,7 +50,7 @@ def advise(made: Plan, found: PlanReport) -> list[str]:
 
 
 def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
-    """What limits the ceiling, and every change that raises it."""
+    """Sentences on the limit of the ceiling, and on every change that raises it."""
     world, sync, ceiling = found.data_parallel_size, found.sync, found.cost_utilization_ceiling
     each, packs, factor = made.micro_batches(world), made.packs_per_step, found.kappa
     slots = made.slots[made.order]
@@ -112,7 +112,7 @@ def _ceiling(
     capacity: int | None = None,
     share: float | None = None,
 ) -> float | None:
-    """The ceiling with packs of `budget` tokens, `each` of them a rank; None if no such step is filled.
+    """The ceiling with packs of `budget` tokens, `each` of them a rank; None if the plan fills no such step.
 
     Documents that cost more than `share` are divided into equal parts, as context parallelism does.
     """
@@ -128,7 +128,7 @@ def _ceiling(
 
 
 def _groups(made: Plan, tokens: int) -> Iterator[Integers]:
-    """Document numbers that are neighbors in the plan and add up to this number of tokens, evenly spaced."""
+    """Numbers of neighboring documents of the plan with this many tokens together, at evenly spaced places."""
     ends = np.cumsum(made.slots[made.order])
     free = int(ends[-1]) - tokens
     if free < 0:

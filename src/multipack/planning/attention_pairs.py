@@ -20,7 +20,7 @@ class AttentionPairs(NamedTuple):
 
     Attributes:
         pairs: query-key pairs, counted twice: Σ l(2p + l + 1) over nodes of l tokens behind p. One document: l(l + 1).
-        windowed: those inside a window of the cost model's size, Σ 2·min(t, window) over the tokens at place t.
+        windowed: pairs inside the cost model's window, counted twice: Σ 2·min(t, window) over tokens at position t.
         documents: number of documents.
     """
 

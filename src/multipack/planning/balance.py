@@ -146,7 +146,7 @@ def balance(
                 " a model or a function of lengths"
             )
         again = _repeated_tokens(shared, _check_groups(groups, len(tokens)), tokens)
-        # Together, since costs that are no integers are rounded to a fraction of the largest.
+        # In one call: non-integer costs are rounded to a fraction of the largest.
         both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
         costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
         tokens = tokens - again
@@ -263,7 +263,7 @@ def _divide_groups(
 def _on_ranks(
     lengths: Integers, costs: Integers, own: Integers, ranks: int, micro_batches: int, budget: int
 ) -> Integers:
-    """(documents,) pack of each document, micro-batch-major, from its rank `own`; −1 where none was found."""
+    """(documents,) pack of each document, micro-batch-major, on its rank `own`; −1 = none."""
     found = place_inside(lengths, costs, own, ranks, micro_batches, budget, len(lengths))
     for rank in np.unique(own[(found < 0) & (own >= 0)]):
         inside = np.flatnonzero(own == rank)
@@ -275,7 +275,7 @@ def _on_ranks(
 
 
 def _arranged(shared: Arrangement, goal: int, own: Integers) -> Integers:
-    """The best arrangement that was found; −1 for documents without a pack where none fits."""
+    """The best arrangement; −1 for documents without a pack if none fits."""
     if shared.ranks == 1:
         return place(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
     return shared.arrange(goal, own)
@@ -284,7 +284,7 @@ def _arranged(shared: Arrangement, goal: int, own: Integers) -> Integers:
 def _finished(
     order: Integers, placed: Integers, costs: Integers, shape: tuple[int, int], fewest: int, least: int
 ) -> RankBatches:
-    """The result from the pack, in micro-batch-major order, of each document in the order of `order`."""
+    """The result of an arrangement: `placed` is the micro-batch-major pack of each document of `order`."""
     ranks, micro_batches = shape
     loads = sums(placed, costs, ranks * micro_batches).reshape(micro_batches, ranks)
     place_of = np.empty_like(loads)
@@ -298,7 +298,7 @@ def _finished(
 
 
 def _of_documents(divided: RankBatches, members: Integers) -> RankBatches:
-    """The result for documents from one for groups."""
+    """The result for documents from the result for their groups."""
     pack_of = np.empty(len(divided.packs.order), dtype=np.int64)
     pack_of[divided.packs.order] = np.repeat(np.arange(len(divided.packs)), divided.packs.sizes())
     return replace(divided, packs=packs_from(pack_of[members], len(divided.packs)))

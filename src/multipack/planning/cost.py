@@ -20,7 +20,7 @@ Variants change one term each:
     sliding window w     l(l+1) becomes 2·Σ_{t ≤ l} min(t, w) in the layers with a window
     recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
-    adapters             frozen matrices 4 instead of 6: no gradients of theirs; matrices of adapters 6
+    adapters             frozen matrices 4 instead of 6, since they have no gradients; matrices of adapters 6
     constant             per document, such as kernel launches
 
 Documents that share their beginning compute it once. A node of l tokens behind p others costs L*·l + l(2p + l + 1).
@@ -147,7 +147,7 @@ class CostModel:
         return self.cost_of(checked, attention)
 
     def cost_of(self, slots: Integers, attention: AttentionPairs | None) -> Integers:
-        """As `cost`, of slots that were checked: a plan checks its documents once, and asks for every window."""
+        """`cost` without checks: a plan checks its documents once, and computes costs of every window."""
         if attention is not None:
             cost = self.linear * slots + self.quadratic * attention.pairs
             return cost + self.sliding * attention.windowed + self.constant * attention.documents
@@ -212,8 +212,9 @@ class CostModel:
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
     """FLOPs of one layer per unit of l(l+1), which counts each query-key pair twice: 6·H·e, more with recomputation.
 
-    A product with queries or keys of width k costs 2·H·k per pair, one with values of width v 2·H·v. There is one of
-    each forward and two of each backward. Flash attention adds one with keys, a second forward pass one of each.
+    A product with queries or keys of width k costs 2·H·k per pair, with values of width v 2·H·v. The forward pass
+    has one of each, the backward pass two of each. Flash attention adds one with keys, a second forward pass one of
+    each.
     """
     key, value = shape.head_width, shape.value_head_width
     products = {"none": 3 * (key + value), "flash": 4 * key + 3 * value, "full": 5 * key + 4 * value}

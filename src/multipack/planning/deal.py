@@ -27,10 +27,10 @@ from multipack.planning.lengths import Integers, Packs, check_integer, packs_fro
 from multipack.planning.options import PlanOptions, Sync, check_choice
 
 DEALING = 9
-"""Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
+"""Version of dealing; it changes with the result. A run continues inside a step only with the same version."""
 
 _CLOSE, _QUICK_CLOSE = 20_000, 12_500  # packs are not rearranged within this fraction of the proven minimum
-_COARSE, _COARSE_HALF = 1_000, 4  # quick: with few documents until loads are within 1/1,000 of the mean
+_COARSE, _COARSE_HALF = 1_000, 4  # quick: halves of 4 documents until loads are within 1/1,000 of the mean
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
 _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
@@ -197,7 +197,7 @@ class Arrangement:
 
         Args:
             goal: a proven lower bound on `step_cost`.
-            own: an arrangement that fits, or one with −1 for documents without a pack: then so may be the result.
+            own: an arrangement; if it has −1 for documents without a pack, the result may have it too.
         """
         best, least = own, -1
         for placed in self._arrangements(own):
@@ -255,8 +255,8 @@ class Arrangement:
     def _place(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
 
-        A micro-batch takes as long as its most loaded pack. So each gets the documents that fit and let all its packs
-        cost as much as the longest one left, or as the mean of the packs left; or more where the others have no room.
+        A micro-batch takes as long as its most loaded pack. So each gets documents that fit, until its packs cost
+        as much as the costliest document left or the mean of the packs left, and documents without room in later ones.
         """
         packs, capacity = self.packs // points, self.capacity
         tokens, cost = np.append(0, np.cumsum(self.lengths)), np.append(0, np.cumsum(self.costs))
@@ -292,7 +292,7 @@ class Arrangement:
         return np.where(placed < 0, -1, number[placed])
 
     def _even_out(self, placed: Integers, least: int) -> None:
-        """Balance the ranks of each sync point, in place. `least` bounds the cost of the only one, or their sum."""
+        """Balance the ranks of each sync point, in place; `least` is a proven lower bound on `step_cost`."""
         once, joint = self.sync == "step", self.joint
         slots = self.micro_batches if once else 1
         points = np.zeros_like(placed) if once else placed // self.ranks

@@ -53,9 +53,9 @@ SCALE = 1 << 40
 """Dual values (at most 1) are multiplied by this and rounded to integers. A pack holds fewer than 2^22 documents where
 the program is solved, so that sums stay below 2^63."""
 
-COLUMNS_PER_LENGTH = 12  # with more, those in no pack of the solution leave the program
+COLUMNS_PER_LENGTH = 12  # with more columns, patterns in no pack of the solution leave the program
 TOLERANCE = 1e-9  # a pattern enters the primal if its price exceeds 1 by this
-ROUND_UP = 0.6  # where no x_p reaches 1, those above this value count as one pack
+ROUND_UP = 0.6  # where no x_p reaches 1, an x_p above this value counts as one pack
 
 
 def fewest(

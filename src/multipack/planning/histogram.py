@@ -49,8 +49,8 @@ def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int
 
     The largest of ⌈tokens / capacity⌉, ⌈documents / max_documents⌉, and for every length a ≤ capacity / 2 the bound L2
     of Martello and Toth (1990): documents longer than capacity − a share no pack with a document of at least a tokens,
-    those above capacity / 2 share no pack with each other, and the others of at least a tokens fill the room that these
-    leave before they need further packs.
+    documents above capacity / 2 share no pack with each other, and the others of at least a tokens fill their packs
+    before they need further ones.
     """
     values, counts = histogram
     documents = np.concatenate([[0], np.cumsum(counts)])  # of the longest lengths

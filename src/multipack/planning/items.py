@@ -63,7 +63,7 @@ class Items:
         return positions
 
     def added(self, items: Integers) -> Integers:
-        """(documents of these items,) tokens that each takes beside the documents before it in its item."""
+        """(documents of these items,) tokens that each document adds to the documents before it in its item."""
         return self.lengths[items]
 
     def least(self, items: Integers, options: PlanOptions) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class SharedItems(Items):
     Attributes:
         members: document numbers of each item; a document may occur several times.
         member_places: (members,) place of each member in the epoch's order of documents.
-        shared: (members,) tokens of each member that are computed in the one before it.
+        shared: (members,) tokens of each member that the member before it computes.
         pairs: attention of each item.
         least_slots: proven lower bound on the slots of any packs that hold all documents of the epoch.
         answers: (all documents, 2) int64 where a document of the plan is a pair: tokens of the first of the two, and
@@ -142,10 +142,10 @@ class ItemSource(ABC):
         Args:
             seed: of the order, as in `multipack.plan`.
             epoch: from 0; with the seed it determines the order.
-            carried: numbers of the documents left over by the epoch before, which come first; None = there are none.
+            carried: numbers of the documents left over by the epoch before, which come first; None = none.
             widened: number by which the windows of the order, whose documents form items, are multiplied.
         """
 
     def is_whole(self, widened: int) -> bool:
-        """Whether the items do not depend on the window if it is multiplied by this number."""
+        """Whether windows wider than this multiple would give the same items."""
         return True

@@ -81,7 +81,7 @@ def short(value: Any) -> str:
 
 
 def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
-    """`value` as an int; `ValueError` if it is no whole number, below `least`, or above `most`."""
+    """`value` as an int; `ValueError` if it is not an integer, below `least`, or above `most`."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
@@ -140,5 +140,5 @@ def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:
 
 
 def nothing_learned(documents: str, instead: str) -> ValueError:
-    """The error of documents to train on of which none has a target; `instead` says what to look at."""
+    """The error for training documents without any target; `instead` says what to look at."""
     return ValueError(f"none of {documents} has a target token, and nothing would be learned: {instead}")

@@ -11,7 +11,7 @@ from multipack.shapes.families import LLAMA
 MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
 """FLOPs per matrix element and token, forward and backward; 2 of them are the gradient of the matrix."""
 _FOREIGN = {ours: theirs for theirs, (ours,) in LLAMA.inner.items()}
-"""Name of a matrix in a block → in most models of transformers."""
+"""Name of a matrix in a block → its name in most models of transformers."""
 
 
 def _matrices(shape: ModelShape) -> int:

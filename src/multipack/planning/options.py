@@ -138,7 +138,7 @@ class PlanOptions:
 
         Args:
             balanced: the cost that packs are equalized in.
-            steps: number of steps, where it was given.
+            steps: number of steps, if it is fixed.
         """
         names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
@@ -212,7 +212,7 @@ def check_item_options(options: PlanOptions, setting: str) -> None:
 
     Args:
         options: of the plan.
-        setting: that asks for such items, as the message names it.
+        setting: the setting that asks for such items, for the message.
 
     Raises:
         ValueError: the message names the option and what to use.
@@ -249,7 +249,7 @@ def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
 
 
 def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
-    """Carried document numbers as int64, empty for None; `ValueError` if they are no numbers of documents."""
+    """Carried document numbers as int64, empty for None; `ValueError` if one is not the number of a document."""
     numbers = check_integers("carried", () if carried is None else carried)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
         raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")

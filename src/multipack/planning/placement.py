@@ -126,7 +126,7 @@ class Placement:
 
     @cached_property
     def _exchanged(self) -> tuple[Integers, Integers]:
-        """(ranks,) tokens whose keys a rank sends, counted for each receiver; and those that it receives."""
+        """(ranks,) tokens whose keys a rank sends, counted for each receiver; and tokens whose keys it receives."""
         if not len(self.document):
             return np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
         group = self.document * self.ranks + self.rank
@@ -157,7 +157,7 @@ class Placement:
         return self._exchanged[1]
 
     def slowest(self, cost: CostModel, prices: Prices, slots: int = 0) -> int:
-        """The largest cost of a rank plus the larger of the prices of what it sends and of what it receives."""
+        """The largest cost of a rank, with the price of the keys that it sends or receives, whichever are more."""
         return int((self.costs(cost, slots) + prices.key * np.maximum(self.sent, self.received)).max())
 
 
@@ -314,7 +314,7 @@ def _placed(lengths: Integers, rates: Integers, parts: Integers, ranks: int, slo
 
 
 def _poured(document: Integers, widths: Integers, room: Integers) -> tuple[Integers, Integers, Integers]:
-    """Divide parts among ranks with room, which has to suffice, those with most first: (document, rank, tokens)."""
+    """(document, rank, tokens): parts divided among ranks with room, the emptiest first; the room must suffice."""
     ranks = np.argsort(-room, kind="stable")
     sources, sinks = np.cumsum(widths), np.cumsum(room[ranks])
     total = int(widths.sum())
@@ -325,7 +325,7 @@ def _poured(document: Integers, widths: Integers, room: Integers) -> tuple[Integ
 
 
 def _cut(lengths: Integers, ranks: int, document: Integers, rank: Integers, widths: Integers) -> Placement:
-    """Cut the shares of ranks, equal parts from the head and the tail of each document; a rank has one share of it."""
+    """Cut documents into shares, one a rank, each with equal parts of the document's head and tail."""
     shares, inverse = np.unique(document * ranks + rank, return_inverse=True)
     width = sums(inverse, widths, len(shares))
     document, rank = np.divmod(shares, ranks)

@@ -28,10 +28,10 @@ class ContextMeasure:
         method: ring, ulysses, planned or auto.
         attention_mean, attention_max: cost of attention, mean and largest of the packs.
         step_mean, step_max: cost of all operations.
-        time: cost of all operations and, at the prices, of what is sent, over the mean cost; mean of the packs.
-        sent, received: tokens whose keys and values the rank that sends most sends and receives for a pack; means.
+        time: cost of all operations plus the price of what is sent, over the mean cost; mean of the packs.
+        sent, received: tokens whose keys and values the busiest rank (by 2 · sent + received) exchanges; means.
         exchanged: share of the packs that ranks exchange by Ulysses.
-        payload: bytes that the rank that sends most sends for a pack, over all layers, forward and backward; mean.
+        payload: bytes that this rank sends for a pack, over all layers, forward and backward; mean.
     """
 
     method: str

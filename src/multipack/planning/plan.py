@@ -47,9 +47,9 @@ def denominator_of(
 
 
 class SingleDocuments(ItemSource):
-    """Items of one document each, numbered as the documents; all of these are checked here, and nowhere below.
+    """Items of one document each, with the documents' numbers. The only place that checks the documents of a plan.
 
-    Arguments and errors as of `plan`.
+    Arguments and errors: see `plan`.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Plan:
 
     @cached_property
     def _turns(self) -> Integers:
-        """(steps,) place of each step when sorted by the longest document: in successive turns these are similar."""
+        """(steps,) position of each step by its longest document, descending: successive turns have similar steps."""
         starts = self.pack_offsets[self.step_offsets[:-1]]
         return np.argsort(np.argsort(-np.maximum.reduceat(self.slots[self.order], starts), kind="stable"))
 
@@ -365,7 +365,7 @@ def plan(
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
     if isinstance(lengths, Items):
         items = lengths
-        check_lengths(items.slots, chosen.capacity)  # other options than those that it was made with
+        check_lengths(items.slots, chosen.capacity)  # the options may differ from the ones of its making
     else:
         items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
     balanced = chosen.balanced_cost(cost_model, items.slots)

@@ -195,7 +195,7 @@ def kappa(lengths: Integers, costs: Integers) -> float:
 
     For cost(l) = L*·l + l(l+1) that is (L* + Lmax) / (L* + Σl²/Σl), but for the 1 of l + 1. Where every step has
     such a document and packs are full, no arrangement has a higher cost utilization than 1 / κ; with packs
-    of κ · Lmax tokens on average the others can reach its cost.
+    of κ · Lmax tokens on average the other packs can reach its cost.
     """
     longest = int(np.argmax(lengths))
     return int(costs[longest]) / int(lengths[longest]) / (int(costs.sum()) / int(lengths.sum()))
@@ -223,7 +223,7 @@ def spread(loads: Integers) -> Integers:
 
 
 def mean_length_spread(plan: Plan) -> float | None:
-    """Standard deviation of the steps' mean lengths over that of random steps of the same sizes.
+    """Standard deviation of the steps' mean lengths, relative to random steps of the same sizes.
 
     √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps: the variance of the mean of n of N lengths drawn without
     replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4). Below 1, steps are more
@@ -244,7 +244,7 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     """(documents,) steps between each document's place in the plan's order and the middle of its step.
 
     The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
-    `max_documents` limits packs): up to half a step is no displacement.
+    `max_documents` limits packs). A document in its own step is up to half a step away.
     """
     limit, steps = plan.options.max_documents, np.repeat(np.arange(plan.num_steps), np.diff(_bounds(plan)))
     sizes = plan.options.slots(plan.lengths[plan.document_order])

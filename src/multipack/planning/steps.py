@@ -33,7 +33,7 @@ DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
 """Streams of random bits: for the order of documents, for the order within a window, and for random batches."""
 
 AHEAD = 96
-"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `_Window`."""
+"""Maximum number of documents after a window that may fill its gaps; documents passed over are deferred (`_Window`)."""
 
 _TIGHT = 64  # windows to be filled beyond 63/64 also consider the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their slots free on average, so that ranks can be balanced
@@ -105,7 +105,7 @@ class Division:
         return offsets_of(self.step_sizes)
 
     def packs(self, step: int) -> Packs:
-        """The packs of a step, of positions in the sequence."""
+        """The packs of a step, as positions in the sequence."""
         bounds = self.pack_offsets[self.step_offsets[step] : self.step_offsets[step + 1] + 1]
         return Packs(self.entries[bounds[0] : bounds[-1]], bounds - bounds[0])
 
@@ -254,9 +254,9 @@ class _Window:
     def _pack(self, positions: Integers, slots: Integers, costs: Integers, stop: int, aim: int) -> Integers:
         """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
 
-        Deferred entries are placed first. Those from `stop` on, beyond the window, only fill gaps, while more slots of
-        all packs are free than `aim` leaves. If too many slots before `stop` are not placed, or in the last window any
-        of them, first fit is tried as well.
+        Deferred entries are placed first. Entries from `stop` on, beyond the window, only fill gaps, while more slots
+        of all packs are free than `aim` leaves. If too many slots before `stop` are not placed (in the last window:
+        any), first fit is tried as well.
         """
         packs, limit, capacity = self.packs, self.limit, min(self.rules.options.capacity, int(slots.sum()))
         deferred, wanted, spare = positions < self.start, positions < stop, packs * capacity - aim

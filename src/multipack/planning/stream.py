@@ -87,7 +87,7 @@ class StreamStep:
     Attributes:
         number: index of the step, from 0.
         positions: (documents,) int64 places of the documents in the source, counted from 0.
-        items: what the source gave for each document.
+        items: the item of the source for each document.
         lengths: (documents,) int64 tokens of each document.
         packs: one packing that fits: at most `packs_per_step` packs, none of them empty.
         tokens: tokens of all documents.
@@ -118,7 +118,7 @@ class StreamStep:
         return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's state after this step, however far it was read ahead: plain values."""
+        """The stream's state after this step, also if the stream was read ahead: plain values."""
         return self._stream._state(replace(self._queue, taken=self._index + 1))
 
 

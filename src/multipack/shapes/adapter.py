@@ -65,7 +65,7 @@ class AdapterConfig:
 
     @staticmethod
     def preset_names() -> list[str]:
-        """What `adapter=` accepts."""
+        """The names that `adapter=` accepts."""
         return list(ADAPTER_PRESETS)
 
     @classmethod
@@ -87,7 +87,7 @@ class AdapterConfig:
             )
 
     def __hash__(self) -> int:
-        """Of most of its fields, for caches."""
+        """Hash of most fields, for caches."""
         return hash((self.name, self.rank, self.quantize, *self.targets, *self.train))
 
     @property
@@ -176,7 +176,7 @@ class AdapterConfig:
 
 
 def _names(pattern: str) -> Iterable[str]:
-    """The names that a pattern stands for: the decoder's, and itself, as models of transformers have them."""
+    """The decoder's names that a pattern stands for, and the pattern itself, for models of transformers."""
     return (*ALIASES.get(pattern, ()), pattern)
 
 

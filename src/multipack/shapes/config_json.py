@@ -23,8 +23,7 @@ _GATED = (
     *("cohere", "cohere2", "granitemoe", "glm4", "glm4_moe"),
 )
 _PLAIN = ("gptj", "gpt_neox", "gpt_bigcode", "phi")
-"""Model types without a row in families.py, with and without a gate in the feed-forward layer, which their files do not
-state."""
+"""Model types without a row in families.py whose feed-forward layers have a gate, or none; files do not state it."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), BY_TYPE["qwen2"].defaults),
     **{kind: {"tie_word_embeddings": True} for kind in ("gpt_bigcode", "cohere")},
@@ -69,11 +68,11 @@ _UNKNOWN_COST = (
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Check the sizes of a model, and of models inside it, before lists and tensors are made by them.
+    """Check the sizes of a model, and of models inside it, before they determine the sizes of lists and tensors.
 
     Raises:
-        ValueError: a number of layers, heads, experts or of something else that names begin or end with, or a width, is
-            negative or beyond `MOST_LAYERS` or `MOST_WIDTH`.
+        ValueError: a number of layers, heads, experts or groups is beyond `MOST_LAYERS`, or a width beyond
+            `MOST_WIDTH`.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -260,7 +259,7 @@ _FREE = {
 
 
 def family_of(shape: Any) -> Family:
-    """The family of the file that a `ModelShape` is of; of other shapes the first one that can represent the decoder.
+    """The family of the file that a `ModelShape` was read from, or else the first that can represent the decoder.
 
     Families name and join tensors in different ways, which does not follow from the shape: Phi-3 and Llama may have
     equal shapes.

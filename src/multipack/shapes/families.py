@@ -1,6 +1,6 @@
 """The table of config.json: families of models on Hugging Face that the decoder computes, one row a `model_type`.
 
-A row says how the family differs from Llama: the fields of `ModelShape` that it fixes (`switches`), those that its
+A row says how the family differs from Llama: the fields of `ModelShape` that it fixes (`switches`), fields that its
 config.json states (`settings`, which read and write), what its files leave out (`defaults`), and the names of its
 tensors. config_json.py reads and writes files with it, models/huggingface.py tensors, adapter.py takes peft's names
 from it. The table stands here and not beside the weights in models/, because planning reads config.json without torch.
@@ -169,7 +169,7 @@ ATTENTION_MULTIPLIER = Setting(
 
 
 def _pre_attention_scalar(shape: Any) -> float:
-    """Number whose 1 / √ is the factor of products of queries and keys; files state it as an integer."""
+    """Number s where 1 / √s is the factor of products of queries and keys; files state it as an integer."""
     return float((shape.attention_scale or shape.head_width**-0.5) ** -2)
 
 
@@ -215,7 +215,7 @@ class Tensors:
         outer: Hugging Face's module → the decoder's module, outside of layers; the embedding first.
         inner: Hugging Face's module → the decoder's modules, in a layer; several are joined along their rows.
         transposed: Hugging Face's modules whose matrices are (in, out).
-        ignored: pattern of the names of buffers in old files, which are no parameters.
+        ignored: pattern of the names of buffers in old files, which are not parameters.
     """
 
     prefix: str
@@ -285,7 +285,7 @@ class Family:
         defaults: setting that files may omit → its value.
         tensors: names of the tensors.
         activation: name of the activation's setting.
-        always_bias: whether all matrices and norms have biases; those that a decoder lacks are written as zeros.
+        always_bias: whether all matrices and norms have biases; missing ones are written as zeros.
         rope_types: scalings of rotary frequencies that transformers computes for the family.
         classifier: class of transformers with a head of scores; None = by the architecture's name, empty = there is
             none.

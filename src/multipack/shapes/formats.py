@@ -23,7 +23,7 @@ class FrozenFormat:
         title: its name in texts.
         matrix: `module:class` of a matrix in this format, a subclass of `Quantized`.
         per_byte: numbers in a byte of codes.
-        block: rows are a multiple of this number, also those that ranks divide; 1 = of any length.
+        block: rows are a multiple of this number, also on ranks that divide them; 1 = of any length.
         unpacked: temporary bytes of a number while its matrix is dequantized.
         loading: arguments of transformers' BitsAndBytesConfig with which a model computes the same; empty = none do.
         quantizes_scales: whether `adapter.double_quantize` applies.
@@ -40,7 +40,7 @@ class FrozenFormat:
     prefix: str = ""
 
     def equal_outputs(self, double: bool) -> str:
-        """How transformers computes what an adapter was trained beside."""
+        """How to load the base in transformers, so that it computes as in the adapter's training."""
         if not self.loading:
             return "use --merge: transformers loads no weights in this format"
         return f"load the base with BitsAndBytesConfig({self.loading.format(double=double)})"

@@ -132,7 +132,7 @@ PRESETS: dict[str, Fields] = {
         value_width=128,
     ),
 }
-"""Presets: two small shapes for tests and first runs, then published models. Those with experts are for planning only
+"""Presets: two small shapes for tests and first runs, then published models. Some have experts, for planning only
 (`mixtral-8x7b`, `gpt-oss-20b`, and `deepseek-v3` without its head for multi-token prediction)."""
 
 

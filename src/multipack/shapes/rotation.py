@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from multipack.shapes.json_values import number_of, real_of
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Bounds of llama3's scaling, in turns in the trained context: it divides frequencies of fewer turns than the first,
-and keeps those of more turns than the second."""
+"""Bounds of llama3's scaling, in turns in the trained context. Frequencies of fewer turns than the first are divided,
+of more turns than the second kept."""
 YARN_TURNS = 32, 1
-"""Bounds of yarn's scaling, in turns in the trained context: it keeps frequencies of more turns than the first, and
-divides those of fewer turns than the second."""
+"""Bounds of yarn's scaling, in turns in the trained context. Frequencies of more turns than the first are kept, of
+fewer turns than the second divided."""
 TRAINED_CONTEXT, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
 CONTEXTS = {"dynamic": CONTEXT, "longrope": TRAINED_CONTEXT}
 """Scaling of rotary frequencies that depends on the length → the setting of config.json with the limit."""
@@ -63,7 +63,7 @@ class RotationLimit(NamedTuple):
     transformers rotates all documents of a row by the longest one: a longer document changes the others.
 
     Attributes:
-        tokens: of such a document.
+        tokens: the limit; longer documents are rotated by their length.
         rope_type: scaling of the rotary frequencies.
         setting: name of the setting that has `tokens`.
     """
@@ -102,13 +102,13 @@ def rotation_limit(config: Any) -> RotationLimit | None:
 
 
 def _type_of(scaling: Mapping[str, Any]) -> Any:
-    """The scaling of rotary frequencies, in today's word for it."""
+    """The type of a scaling of rotary frequencies, by its current name."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return "longrope" if kind == "su" else kind
 
 
 def of_full_layers(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of rotary positions; of layers without a window, where layers have their own."""
+    """A setting of rotary positions; of layers without a window, if types of layers have different ones."""
     value = config.get(name)
     return value.get("full_attention", value) if isinstance(value, Mapping) else value
 

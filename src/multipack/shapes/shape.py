@@ -410,4 +410,4 @@ OPTIONAL: tuple[str, ...] = (
 )
 """Counts that are 0 in a language model with equal dense layers and full rotation."""
 SHAPES: dict[str, ModelShape] = Presets({name: ModelShape(**fields) for name, fields in PRESETS.items()})
-"""Presets. Those with experts are for planning only."""
+"""Presets. Presets with experts are for planning only."""

@@ -4,8 +4,8 @@
     pack      | c c c c | r r r | c c | r r r r | …      the same, pair after pair
     reference  −11.0     −13.5    …                      log-probabilities under a reference model, summed over targets
 
-The planner's item is the pair, so that both answers are in one pack and the loss of a pair needs no other rank. Of a
-labeled answer the second document is another record's answer to the same prompt.
+The planner's item is the pair, so that both answers are in one pack and the loss of a pair needs no other rank. The
+second document of a labeled answer is another record's answer after the same prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from multipack.planning.plan import Plan, denominator_of
 from multipack.planning.stream import PackStream
 
 Planned = Plan | PackStream | PackedBatchSampler
-"""What determines the settings of a collator."""
+"""Objects that determine the settings of a collator."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PackedCollator:
             matrix products (16). Attention is causal, so that losses and gradients do not change.
         loss_weighting: `token`: every target has weight 1; `document`: 1 / (targets of its document)
             (`PackedBatch.weights`), and the denominator is the number of documents with a target.
-        weighted: whether the plan has weights of documents, which multiply those of their targets.
+        weighted: whether the plan has weights of documents, which multiply the weights of their targets.
         multiple: slots of every pack are a multiple of this, by a padding document at the end, for ranks that divide
             the tokens of a pack. The capacity must be a multiple, too.
         min_prefix: documents share common beginnings of at least this number of tokens (`PrefixTree.of`); None = none
@@ -149,7 +149,7 @@ class PackedCollator:
     def _weights(
         self, own: NDArray[np.float64], counts: Integers, owner: Integers, targets: Integers
     ) -> Tensor | None:
-        """Weights of targets, from those of documents, their numbers of targets, and the document of each target."""
+        """Weights of targets: from weights `own` and numbers of targets of documents, and each target's document."""
         if not self.weighted and self.loss_weighting != "document":
             return None
         each = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
@@ -194,7 +194,7 @@ def _laid_out(
     """
     stops = np.cumsum(sizes)
     tokens = np.full(stops[-1], pad_id, dtype=np.int64)
-    moved = stops - sizes  # slot, less the position of the token there
+    moved = stops - sizes  # slot minus position of its token
     for piece, (number, first, length) in enumerate(pieces):
         start = moved[piece]
         tokens[start : start + length] = documents[number].tokens[first : first + length]
@@ -221,7 +221,7 @@ def pad_documents(
 
 
 class PreferencePair(NamedTuple):
-    """An item of two documents: the chosen and the rejected answer, or a labeled one and that of another record.
+    """An item of two documents: the chosen and the rejected answer, or a labeled one and another record's answer.
 
     Each begins with the prompt.
 

@@ -3,8 +3,8 @@
     sampler ─ numbers ─▶ documents ─▶ collator ─▶ [ batch | batch ]  ─▶ training
     └──────────── one background thread ─────────┘ └─ prefetch ──┘
 
-The state is that of the last batch *handed out*: batches that wait in the queue when a checkpoint is written are
-collated again after it. Nothing here draws random numbers.
+The state belongs to the last batch *handed out*: batches that wait in the queue when a checkpoint is written are
+collated again after a resume. Nothing here draws random numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Made = TypeVar("Made")
 def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
     """The same items, of which a background thread makes `size` ahead; 0 = no thread.
 
-    The number of items that were begun depends only on the number requested, not on the speed of the thread: ranks that
-    requested equally many have begun equally many. An exception in the thread is raised here. Closing the generator
-    finishes the items that were begun, and ends the thread.
+    The number of items begun depends only on the number requested, not on the speed of the thread: ranks that request
+    equally many begin equally many. An exception in the thread is raised here. Closing the generator finishes the items
+    that were begun, and ends the thread.
     """
     if not size:
         yield from items
@@ -117,7 +117,7 @@ class PackedLoader:
         return self.sampler.state_at(*place) if epoch == self.sampler.epoch else self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that batch; ends the current iteration."""
+        """Continue after the batch of a saved state; ends the current iteration."""
         self.close()
         self.sampler.load_state_dict(state)
         self._position = None

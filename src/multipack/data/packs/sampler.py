@@ -43,7 +43,7 @@ DEALT_STEPS = 8
 
 
 def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
-    """Raise `ValueError` if a caller divides the batches of `sampler`, which are those of one rank, among ranks again.
+    """Raise `ValueError` if a caller divides the batches of `sampler`, one rank's share, among ranks again.
 
     Each of two ranks would train on half of its documents. Such a caller is a sampler of several processes
     (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's `DistributedSamplerWrapper`), or accelerate's
@@ -75,7 +75,7 @@ def refuse_restart(sampler: Any, epoch: int) -> None:
 
 
 def _callers() -> Iterator[tuple[Any, list[str], str]]:
-    """The methods that are running: object, names of its classes, and method. So no host has to be imported."""
+    """The methods that are running: object, names of its classes, and method; needs no import of a host."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         owner = frame.f_locals.get("self")
         yield owner, [kind.__name__ for kind in type(owner).__mro__], frame.f_code.co_name
@@ -103,7 +103,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by `sampler.plan.denominator(step)`.
 
     The number of steps is fixed at the start, by epoch 0. With `tail="keep"` an epoch whose documents do not fit has
-    wider windows. With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a
+    wider windows. With `tail="drop"` and `"carry"` later epochs are cut to this number, or fill their steps evenly; a
     queue of carried documents may grow from epoch to epoch, and none is lost.
 
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
@@ -210,7 +210,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     def _planned(
         self, epoch: int = 0, carried: ArrayLike | None = None, steps: int | None = None, **changes: Any
     ) -> Plan:
-        """Plan an epoch; `changes` of options. Arguments as of `multipack.plan`."""
+        """Plan an epoch, with `changes` of options; other arguments as of `multipack.plan`."""
         source, given = self._source, {**self._options, **changes, "epoch": epoch, "steps": steps}
         widened = 1
         while True:
@@ -218,7 +218,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
             try:
                 return plan(items, **given)
             except ValueError:
-                # This epoch's items have more slots than those of the first: those of wider windows share more.
+                # This epoch's items have more slots than the first epoch's: items of wider windows share more.
                 if steps is None or source.is_whole(widened):
                     raise
                 widened *= 2
@@ -279,7 +279,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
 
     def _arrangement(self) -> dict[str, Any]:
-        """What determines the micro-batches of a step."""
+        """The values that determine the micro-batches of a step."""
         return {"world_size": self.world_size, "sync": self.sync, "dealing": DEALING}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -320,10 +320,10 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self._plan, self._dealt = None, {}
 
     def _steps_of_any_order(self, first: Plan) -> int:
-        """Number of steps that suffices in every epoch: those of the first one, unless only its order made them enough.
+        """Number of steps that suffices in every epoch: the first epoch's, unless they suffice in its order only.
 
-        If all steps are planned together, the number of packs is the same in every order, and the packs of first fit,
-        the planner's fallback, are no more.
+        Planned together, the steps hold equally many packs in every order. If the first epoch's are too few for that,
+        steps for the packs of first fit, the planner's fallback, suffice.
         """
         steps, limit = first.num_steps, first.options.max_documents or None
         packs = len(pack(first.slots, first.capacity, "first_fit_decreasing", limit))

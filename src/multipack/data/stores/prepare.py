@@ -110,10 +110,10 @@ def prepare(
 
 
 def _dated(data: DataConfig, out: Path | None) -> DataConfig:
-    """The settings with the date of templates: that of the store at `out`, which an earlier day began, or today.
+    """The settings with the date of templates: the date of the store at `out` if one was begun, else today.
 
     Raises:
-        ValueError: another date is given than that of the store.
+        ValueError: the settings have another date than the store.
     """
     header = None if out is None else StoreHeader.find(out)
     saved = None if header is None else _DATE.search(header.description)
@@ -246,7 +246,7 @@ def _part_writer(
     def write(part: int) -> str:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
         try:
-            os.chdir(folder)  # relative paths are those of the caller
+            os.chdir(folder)  # relative paths are relative to the caller's folder
             source, loaded = Source(data, config), Tokenizer(*definition)
             if _job_key(data, source, loaded) != key:
                 return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
@@ -261,8 +261,8 @@ def _part_writer(
 def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
-    Of duplicates the first one remains, and `source.skipped` counts the others. Of each item that remains, 16 bytes of
-    BLAKE2b over its texts and targets are kept, in some 17 bytes of memory. (Two of 10¹² different items share a hash
+    The first of several duplicates remains, and `source.skipped` counts the others. Each item that remains takes some
+    17 bytes of memory, for 16 bytes of BLAKE2b over its texts and targets. (Two of 10¹² different items share a hash
     with a probability of about 10⁻¹⁵.)
     """
     seen, form = _Digests(), source.find_form()

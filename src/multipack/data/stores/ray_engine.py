@@ -16,7 +16,7 @@ from multipack.data.text.tokenizer import Progress
 from multipack.machine import import_extra
 
 PART_BYTES, MOST_PARTS = 256 << 20, 9999
-"""Bytes of files of one part, about; they are more if there would be more parts than these."""
+"""Bytes of files of one part, about, and the maximum number of parts; with more files, parts are larger."""
 
 
 def count_parts(size: int, files: int) -> int:

@@ -74,11 +74,11 @@ class Shard:
         names: (bytes,) uint8.
         weights: (documents,) float64 weights in the loss, of a labeled answer negative if it is undesirable; empty if
             all are 1.
-        content: what `hash` gives, or gave when the file was written.
+        content: result of `hash`, of a file when it was written.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
-        skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
-            skipped; None: another shard follows.
-        notes: of such a shard: what people should know → number of its records, and the name of the first.
+        skipped: in the last shard of a part, reason → number of entries that the part's source skipped (it may be
+            empty); None: another shard follows.
+        notes: in the last shard of a part, what people should know → number of records, and the name of the first.
         file: the file; None = in memory.
         bytes: size of the file.
         label: begins the names of the documents.
@@ -215,11 +215,11 @@ class ShardFile:
 
     def append(self, piece: Shard) -> None:
         """Add the documents of a shard in memory."""
-        begin = 1 if self._dtypes else 0  # of offsets: the last one so far is there
+        begin = 1 if self._dtypes else 0  # the last offset so far is in the file
         try:
             for name, file in self._files.items():
                 values = getattr(piece, name)
-                if name in _OFFSETS:  # the first files: the others do not have this piece yet
+                if name in _OFFSETS:  # these files come first: the others do not have this piece yet
                     values = values[begin:] + self._sizes[_OFFSETS[name]]
                 elif name == "weights" and not len(values):
                     values = np.ones(len(piece))
@@ -234,7 +234,7 @@ class ShardFile:
         self.read += piece.read
 
     def write(self, skipped: dict[str, int] | None, notes: Notes, places: Places) -> None:
-        """Write the shard atomically; see there."""
+        """Write the shard atomically; see `Shard`."""
         content, read = f"{self.content:032x}", self.read
         about = {"version": VERSION, "content": content, "read": read}
         about |= {"skipped": skipped, "notes": notes, "places": places}
@@ -333,7 +333,7 @@ class StoreHeader:
 
     @property
     def kind(self) -> ItemKind:
-        """What an item of the store is."""
+        """Kind of the store's items."""
         return "labels" if self.labels else "pairs" if self.pairs else "documents"
 
     @property
@@ -397,7 +397,7 @@ class StoreHeader:
 def find_shards(folder: Path, parts: Iterable[int], known: Sequence[Shard] = ()) -> Iterator[Shard]:
     """The shards of some parts of a store in order, up to the first that is missing.
 
-    Those in `known` are not opened again.
+    Shards in `known` are not opened again.
 
     Raises:
         ValueError: a shard is damaged.

@@ -29,7 +29,7 @@ from multipack.machine import available_memory
 def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = silent) -> None:
     """Compare the content of stores with their hashes, once a host while sizes and times of change stay the same.
 
-    One process of a host reads, under a lock, and leaves a stamp in `cache`; the others find it.
+    One process of a host reads, under a lock, and leaves a stamp in `cache` for the others.
 
     Raises:
         ValueError: a store is damaged.

@@ -4,7 +4,7 @@ books/
   header.json                     source, settings and tokenizer; written first
   tokenizer.json
   chat_template.json              of chats only: for `tokenizer.path=books`
-  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shards.py`); each appears whole, in order
+  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see shards.py); each appears whole, in order
   shard-0000-00001.safetensors    the last shard of a part says that it is the last
 
 Growing, joined and copied stores, and documents in memory, also consist of a header and shards. No code from a store is
@@ -48,7 +48,7 @@ class TokenStore:
 
     Args:
         path: folder of the store; names it in messages.
-        folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
+        folder: folder to read, if it is a copy elsewhere (see staging.py); None = `path`.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
         shards: shards to use instead of the folder's; None = open them.
@@ -65,8 +65,8 @@ class TokenStore:
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
-        warnings: sentences on records that are trained otherwise than they seem to be.
-        places: reason → names of the first of them.
+        warnings: sentences on records that are not trained as they look.
+        places: reason → names of the first skipped entries.
         description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
             memory the bytes of its files. Reads for planning and by `verify` are not counted.
@@ -142,7 +142,7 @@ class TokenStore:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on records that are trained otherwise than they seem to be, with the name of the first."""
+        """Sentences on records that are not trained as they look, with the name of the first."""
         noted: Notes = {}
         for shard in self.shards:
             add_notes(noted, shard.notes, shard.label)
@@ -169,7 +169,7 @@ class TokenStore:
         return TokenStore(self.path, self.folder, header=self.header, shards=[self.shards[number]])
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes, which compute again what can be computed."""
+        """State for other processes, without cached values, which they compute again."""
         return {name: value for name, value in vars(self).items() if name not in _COMPUTED}
 
     def _find(self, document: int) -> tuple[Shard, int]:

@@ -1,4 +1,4 @@
-"""Text → tokens → shards: tokenizes documents, and writes a token store (see `data/store.py`) shard after shard.
+"""Text → tokens → shards: tokenizes documents, and writes a token store (see store.py) shard after shard.
 
 documents     [part, part] [part] …            text, a batch of it
 ShardBuilder  |AAAAAA|BBB|CC…                  their tokens
@@ -34,7 +34,7 @@ from multipack.data.text.texts import CHAT_TEMPLATE, SourceDocument
 from multipack.data.text.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 25
-"""Tokens after which a shard is written: what a kill costs at most."""
+"""Tokens after which a shard is written: a killed process loses at most as many."""
 PIECE_TOKENS, PIECE_DOCUMENTS = 1 << 21, 1 << 14
 """Size after which documents leave the memory: some 8 MiB. (A stream is one document, and waits for its shard.)"""
 EncodedPart = tuple[Sequence[int], bool]
@@ -42,7 +42,7 @@ EncodedPart = tuple[Sequence[int], bool]
 
 
 class WrittenShard(NamedTuple):
-    """Numbers of a shard that is on disk, and whether it is the last one of its part."""
+    """Figures of a shard that is on disk, and whether it is the last one of its part."""
 
     documents: int
     tokens: int
@@ -51,7 +51,7 @@ class WrittenShard(NamedTuple):
 
 
 class ShardBuilder:
-    """Collects tokenized documents.
+    """Collects tokenized documents for one shard.
 
     Args:
         vocabulary_size: every token is less than this.
@@ -201,8 +201,8 @@ class StoreWriter:
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
         notes: what people should know about records, see `Shard`; may be set until the block ends.
-        places: reason → names of the first of them.
-        shards: numbers of the shards written so far, those of an interrupted writer among them.
+        places: reason → names of the first skipped entries.
+        shards: figures of the shards written so far, also by an interrupted writer.
 
     Raises:
         ValueError: `path` holds something else.
@@ -246,7 +246,7 @@ class StoreWriter:
             for shard in find_shards(self.path, [self._part]):
                 numbers = len(shard), len(shard.tokens), shard.read
                 self.shards.append(WrittenShard(*numbers, is_last=shard.skipped is not None))
-        except ValueError:  # a damaged shard: it and those after it are made again
+        except ValueError:  # a damaged shard: it and all later ones are made again
             pass
         own = shard_name(self._part, 0)[:10]
         for file in self.path.glob(f"{own}-*"):

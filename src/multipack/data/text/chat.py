@@ -114,7 +114,7 @@ class ChatTemplate:
         """Render a conversation and divide it at special tokens and at the ends of answers.
 
         Args:
-            messages: dicts with `role`, `content` (text), and what the template reads besides.
+            messages: dicts with `role`, `content` (text), and other entries that the template reads.
             tools: descriptions of the tools that may be called.
             first_target: index of the first message whose answer is a target; earlier answers are context.
             add_generation_prompt: append the beginning of an answer. No part is a target then, but the text is divided
@@ -133,7 +133,7 @@ class ChatTemplate:
     def notes(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
     ) -> set[str]:
-        """What is trained otherwise than it seems to be in a conversation that was written as `parts`."""
+        """Notes on a conversation, written as `parts`, that is not trained as it looks."""
         turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
         found = {TOOL_CALLS} if self._leaves_out("tool_calls", messages, tools) else set[str]()
         if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
@@ -144,7 +144,7 @@ class ChatTemplate:
         return found
 
     def _leaves_out(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether some message has a value for `key`, and the template writes nothing of any of them."""
+        """Whether messages have values for `key`, and the template writes none of them."""
         if not any(entry.get(key) for entry in messages):
             return False
         without = [{name: value for name, value in entry.items() if name != key} for entry in messages]
@@ -233,8 +233,8 @@ class ChatTemplate:
     def _between_prefixes(self, text: str, chat: Chat, first_target: int) -> _Answers:
         """The ranges of answers in the output of a template without marks.
 
-        White space after the special token that ends an answer is no target. The time grows with the number of answers
-        times the length of the text.
+        White space after the special token that ends an answer is not a target. The time grows with the number of
+        answers times the length of the text.
         """
         count = sum(message["role"] == "assistant" for message in chat.messages)
         if count * (len(text) + MESSAGE_COST * len(chat.messages)) > MOST_RENDERED:
@@ -285,7 +285,7 @@ class Chat:
             raise ValueError("messages contain too many different private-use characters")
 
     def request(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
-        """What the template is asked to write, as JSON: the first `count` messages (None: all)."""
+        """The request to the template, as JSON: write the first `count` messages (None: all)."""
         return _ENCODER.encode(
             {
                 "messages": self.messages[:count],
@@ -315,7 +315,7 @@ class Chat:
         return _CODES.sub(lambda code: self._texts.get(code.group(), code.group()), text)
 
     def _protect(self, value: Any, depth: int = 0) -> Any:
-        if depth > MOST_DEPTH:  # a limit of its own: that of Python depends on the caller
+        if depth > MOST_DEPTH:  # Python's own limit depends on the caller
             raise ValueError(f"a message or tool is nested more than {MOST_DEPTH} levels deep")
         if isinstance(value, str):
             text = value.lstrip()  # templates may strip messages

@@ -89,7 +89,7 @@ class _Process:
         self._running: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: dict[str, str], conversations: list[str]) -> list[Any]:
-        """Texts, or errors as lists of one text, of the first conversations; none if one of several ended it."""
+        """Texts, or errors as lists of one text, of the first conversations; none if one of several kills it."""
         limits = (MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS)
         shared = json.dumps({**request, "limits": limits})
         line = f'{shared[:-1]}, "conversations": [{", ".join(conversations)}]}}\n'.encode()
@@ -103,7 +103,7 @@ class _Process:
                 answer = running.stdout.readline()
             except BrokenPipeError:  # it was killed before
                 answer = b""
-            except BaseException:  # such as Ctrl-C: its answer would be read as that to the next request
+            except BaseException:  # such as Ctrl-C: the next request would read this answer
                 running.kill()
                 raise
             if answer.endswith(b"\n"):
@@ -131,7 +131,7 @@ class _Process:
 
 @lru_cache(1)
 def _process(owner: int) -> _Process:
-    """That of the process `owner`: one that was forked starts another."""
+    """The renderer of the process `owner`, a process number: a forked process starts its own."""
     return _Process()
 
 

@@ -75,7 +75,7 @@ _Finish = Callable[[list[Any]], Sequence[Found]]
 
 @dataclass(frozen=True)
 class RecordForm:
-    """What the records of a source hold; the first one decides it.
+    """The form and the fields of a source's records, decided by the first one.
 
     Attributes:
         name: text, completion, alpaca, chat, preference or label; None: there is no record.
@@ -199,7 +199,7 @@ class RecordForm:
 
 
 def _named_fields(record: dict[str, Any], config: DataConfig) -> tuple[Form, tuple[str, ...]]:
-    """The name of a record's form, and its fields, those of the context first."""
+    """The name of a record's form, and its fields, first the fields of the context."""
     form: Any = config.format
     fields = tuple(config.fields)
     if fields and form != "auto":
@@ -225,7 +225,7 @@ def _named_fields(record: dict[str, Any], config: DataConfig) -> tuple[Form, tup
 
 
 class _Begun(NamedTuple):
-    """A record, what the template is asked to write of it, and a function that makes the documents of it."""
+    """A record: requests to the template, and a function from its answers to the documents."""
 
     name: str
     where: str
@@ -237,7 +237,7 @@ class RecordReader:
     """Makes documents of the records of one source; the first record decides the form of all.
 
     Args:
-        config: the settings of records are read.
+        config: the settings by which records are read.
         open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
@@ -274,7 +274,7 @@ class RecordReader:
 
         Args:
             entries: the records.
-            unit: what each is one of: `lines` or `rows`.
+            unit: noun for the entries in messages: `lines` or `rows`.
 
         Raises:
             ValueError: a setting does not suit the first record.
@@ -308,7 +308,7 @@ class RecordReader:
         return _Begun(name, where, [], lambda _: [found])
 
     def _documents(self, form: RecordForm, record: dict[str, Any], name: str) -> tuple[list[str], _Finish]:
-        """What the template is asked to write of a record, and a function that makes the documents of it."""
+        """Requests to the template for a record, and a function from its answers to the documents."""
         context: Any
         answers: Any
         template, config = form.template, self._config
@@ -351,7 +351,7 @@ class RecordReader:
     def _found(
         self, name: str, found: list[tuple[TextPart, ...]], weight: float, notes: set[str], takes_end: bool
     ) -> Sequence[Found]:
-        """The documents of these parts, after their notes are kept."""
+        """The documents of these parts; their notes are kept."""
         if notes:
             add_notes(self.notes, dict.fromkeys(sorted(notes), (1, name)))
         documents = [SourceDocument(name, parts, takes_end) for parts in found]

@@ -1,4 +1,4 @@
-"""What people should know about a source: what it leaves out, with the first places of each reason, and notes."""
+"""Entries that a source leaves out, with the first places of each reason, and notes on its records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PLACES = 20
 Places = dict[str, list[str]]
 """Reason → names of the first entries that were left out for it, such as `train.jsonl:17`."""
 Notes = dict[str, tuple[int, str]]
-"""What people should know about records → number of these records, and the name of the first."""
+"""Note on records, for people → number of these records, and the name of the first."""
 
 
 def counted(count: int, nouns: str) -> str:

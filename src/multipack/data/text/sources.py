@@ -72,7 +72,7 @@ class Source:
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         skipped: reason → number of entries that the last iteration skipped.
-        places: reason → names of the first of them.
+        places: reason → names of the first skipped entries.
         fault: what is wrong with the first broken entry of the last iteration; empty = none was broken.
 
     Raises:
@@ -177,7 +177,7 @@ class Source:
         add_places(self.places, reason, [name])
 
     def _checked(self, entries: Iterable[Found]) -> Iterator[Found]:
-        """The entries of a file; with `data.broken=error` a ValueError names those that are broken."""
+        """The entries of a file; with `data.broken=error` a ValueError names broken ones."""
         broken = list[Skip]()
         for entry in entries:
             if isinstance(entry, Skip) and entry.fault and self.config.broken == "error":
@@ -263,7 +263,7 @@ class Source:
             parts += [each for each in (form.label, config.weight_field) if each]
             parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
             parts += ["drop_system"] if config.drop_system else []
-            # A store of `skip` is none of `error`.
+            # With `skip` a store may lack records that `error` refuses: it is another store.
             parts += ["broken skip"] if config.broken == "skip" else []
         if config.source == "stdlib":
             parts.append(self.name)
@@ -364,7 +364,7 @@ def open_dataset(config: DataConfig) -> Any:
                 path, config.subset or None, split=config.part, streaming=config.stream
             )
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library and those below it raise errors of many kinds
+    except Exception as error:  # the library and its dependencies raise errors of many kinds
         wanted = f"data.path={config.path}, data.subset={config.subset!r}, data.part={config.part!r}"
         raise ValueError(f"{wanted}: {type(error).__name__}: {reason_of(error)}") from error
     parts = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}

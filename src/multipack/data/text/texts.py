@@ -153,7 +153,7 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
     """Stretches of about `CHUNK` characters, each with whether it is the last.
 
     They are cut between a letter or digit and white space, where the pre-tokenizers of GPT-2, Llama 3 and similar
-    models cut anyway: the tokens are those of the whole text. (Text without such a place in 16 chunks is cut at
+    models cut anyway: the tokens are the same as of the whole text. (Text without such a place in 16 chunks is cut at
     its end; a tokenizer without a pre-tokenizer may see the cut.)
     """
     rest = ""

@@ -107,8 +107,8 @@ class Tokenizer:
         Raises:
             ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
-        # Texts at the beginning of documents, and those that continue one, so that no space is put before them. Equal
-        # ones, such as the prompt of two answers, are encoded once.
+        # Texts that begin a document, and texts that continue one, before which no space is put. Equal texts, such as
+        # the prompt of two answers, are encoded once.
         begins = dict[str, list[int]]()
         continues = begins if self._continued is self._library else dict[str, list[int]]()
         flat = [
@@ -138,7 +138,7 @@ class Tokenizer:
             return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+        except BaseException as error:  # the library raises bare Exceptions, and panics
             if not isinstance(library.model, models.WordLevel):
                 raise ValueError(f"the tokenizer ({self.name}) fails: {reason_of(error)}") from error
             unknown = sorted(set().union(*texts) - library.get_vocab().keys())
@@ -160,7 +160,7 @@ class Tokenizer:
         return self._special[name]
 
     def special_name(self, token: int) -> str:
-        """The name of a special token; empty if `token` is none."""
+        """The name of a special token; empty if `token` is not special."""
         return self._special_names.get(int(token), "")
 
     def grown(self, special_tokens: Sequence[str]) -> Tokenizer:
@@ -192,7 +192,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> Tokenizer:
-        """Read a `tokenizer.json`, or that of a folder, and the files beside it; `ValueError` if it is malformed."""
+        """Read a `tokenizer.json`, or the one in a folder, and the files beside it; `ValueError` if it is malformed."""
         definition, config = read_file(str(path))
         try:
             return cls(definition, name or f"file {path.name}", config)

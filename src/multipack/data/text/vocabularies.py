@@ -230,7 +230,7 @@ def check_bounds(fields: dict[str, Any]) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part, in order, those of sequences too; what is no step is left to the library."""
+    """The steps of a part, in order, also inside sequences; anything else is left to the library."""
     for inner in ("normalizers", "decoders"):
         if isinstance(part, dict) and isinstance(part.get(inner), list):
             for each in part[inner]:

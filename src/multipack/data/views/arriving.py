@@ -3,7 +3,7 @@
     chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or a few hundred records
     |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
        × held back for validation, from the first chunk only
-    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
+    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds items in flight
 
 An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
 position of a chunk, the number of the next item in it and the items in flight: only that chunk is read again.
@@ -63,7 +63,7 @@ class DocumentsLate(ValueError):
 class Arriving(ABC):
     """Base class of the streams: iterates over items, continuing where the last iteration stopped.
 
-    Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
+    The share `data.validation` of the first `HEAD` documents (or of the first chunk, if it has fewer), chosen by
     `data.split_seed`, is held back for validation. All other documents are trained on, none longer than `limit` tokens.
 
     Attributes:
@@ -86,7 +86,7 @@ class Arriving(ABC):
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
         self.interrupted, self.places = False, Places()
-        # The documents of the current chunk, what was done to them, and the position after it.
+        # The documents of the current chunk, the report of their cuts, and the position after it.
         self._chunk: tuple[Documents, FitReport, Position] | None
         self.restart()
         first, end = self._read(self.start)
@@ -111,7 +111,7 @@ class Arriving(ABC):
 
     @abstractmethod
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        """What `document` needs to make document `number` of the current chunk again, as plain data."""
+        """Plain data from which `document` makes document `number` of the current chunk again."""
 
     def document(self, item: dict[str, Any]) -> Document:
         """The document of an item; `ValueError` if it is damaged."""
@@ -125,13 +125,13 @@ class Arriving(ABC):
         """The document of an item."""
 
     def _taken(self, begin: Position, number: int) -> str:
-        """What identifies the documents before item `number` of the chunk at a position, if they can be read again."""
+        """Digest of the documents before item `number` of a chunk; empty if they cannot be read again."""
         return ""
 
     @property
     @abstractmethod
     def warnings(self) -> list[str]:
-        """Sentences on records read so far that are trained otherwise than they seem to be."""
+        """Sentences on records read so far that are not trained as they look."""
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -140,12 +140,12 @@ class Arriving(ABC):
 
     @property
     def fit(self) -> FitReport:
-        """What was done to documents that were too long, up to the current chunk's end."""
+        """Report on documents that were too long, up to the current chunk's end."""
         return self.report + self._chunk[1] if self._chunk else self.report
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 of the first chunk, of what prepared it and of all settings that determine the items."""
+        """Sha256 of the first chunk, of its preparation, and of all settings that determine the items."""
         settings = {name: getattr(self._data, name) for name in DECISIVE}
         decisive = json.dumps([*self._first, self._limit, settings], sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
@@ -280,7 +280,7 @@ class GrowingFolder(Arriving):
 
     @property
     def warnings(self) -> list[str]:
-        """Those of the shards that are there."""
+        """Sentences on the records of the shards that are there; see `Arriving`."""
         return self._store.warnings if self._store is not None else []
 
     def _taken(self, begin: Position, number: int) -> str:
@@ -389,7 +389,7 @@ class StreamedRecords(Arriving):
 
     @property
     def warnings(self) -> list[str]:
-        """Those of the records that this process read."""
+        """Sentences on the records that this process read; see `Arriving`."""
         kind = "conversations" if self.validation.store.header.chat_template else "documents"
         return [
             f"{count:,} {kind} with {text} (the first: {first})"

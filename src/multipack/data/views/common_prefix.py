@@ -6,8 +6,8 @@
       2    a b h         . . h                      1
       3    i j           i j                        2
 
-Two documents share the first `shared(c)` of the c tokens that they have in common. This depends on these two only, so
-that documents never need more slots together than in parts.
+Two documents share the first `shared(c)` of the c tokens that they have in common. This depends on these two documents
+only, so that documents never need more slots together than in parts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ LARGEST_TOKEN = (1 << 21) - 2
 
 
 def shared(common: Integers, min_prefix: int) -> Integers:
-    """Tokens that documents share of the `common` first ones: 0 below `min_prefix`, else a multiple of `GRAIN`.
-
-    The multiple is one of `min_prefix` if that is less.
-    """
+    """Shared tokens of `common` equal ones: 0 below `min_prefix`, else a multiple of min(`GRAIN`, `min_prefix`)."""
     grain = min(GRAIN, min_prefix)
     return np.where(common < min_prefix, 0, common // grain * grain)
 
@@ -38,7 +35,7 @@ def shared(common: Integers, min_prefix: int) -> Integers:
 def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integers:
     """(documents,) document numbers in the order of their tokens.
 
-    A document comes before those that it begins; equal ones are in the order of their numbers.
+    A document comes before longer ones that it begins; equal ones are in the order of their numbers.
 
     Args:
         tokens: flat tokens, each at most `LARGEST_TOKEN`.

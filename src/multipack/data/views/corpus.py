@@ -39,7 +39,7 @@ class Corpus:
     train: Documents  # documents to train on, none longer than the limit
     validation: Documents  # documents to validate on; empty if `data.validation` is 0
     description: str  # one line for people
-    # what was done to documents that were too long
+    # report on documents that were too long
     train_fit: FitReport
     validation_fit: FitReport
     # a line for each reason for which the source left out entries, with their number and the first names
@@ -49,7 +49,7 @@ class Corpus:
     # name and number of documents of each set of validation documents, or of each source of a mixture, in the order of
     # `validation`; empty if there is one
     sources: tuple[tuple[str, int], ...] = ()
-    # one line about validation documents that are no share of the others; empty = they are
+    # one line about validation documents from elsewhere; empty = they are a share of the documents
     validation_files: str = ""
     # the documents to train on if they arrive during the run; `train` is empty then
     arriving: Arriving | None = None
@@ -101,7 +101,7 @@ def load_corpus(
 
     Args:
         data: the source, or token stores, and how documents are divided.
-        tokenizer: the tokenizer; `auto` takes that of a store.
+        tokenizer: the tokenizer; `auto` takes a store's own.
         limit: most tokens of a document: the capacity of a pack, or the model's context if that is less.
         progress: see `prepare`.
         reads: whether this process reads tokens; one that receives packs from others neither copies nor verifies.
@@ -179,7 +179,7 @@ def sets_of(data: DataConfig) -> list[DataConfig]:
 
 
 def validation_sets(data: DataConfig) -> list[DataConfig]:
-    """The sources of `data.validation_path` (and `validation_part`): token stores, or files as those of training."""
+    """The sources of `data.validation_path` (and `validation_part`): token stores, or files like the training files."""
     found = []
     for path in data.validation_sets:
         if (Path(path).expanduser() / HEADER).is_file():
@@ -199,7 +199,7 @@ _OF_STORES = (
     *("block_size", "train_on_prompt", "overlong", "overlap", "repeat_prompt"),
     *("share_prefixes", "min_prefix", "verify", "stage", "cache"),
 )
-"""Settings of documents that are those of each of their stores, too."""
+"""Settings of documents that apply to each of their stores, too."""
 
 
 def _store_config(data: DataConfig, path: str) -> DataConfig:
@@ -263,7 +263,7 @@ def find_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
 
-    Arguments and errors are those of `load_corpus`.
+    Arguments and errors: see `load_corpus`.
     """
     if data.stream:
         return _load_stream(data, tokenizer, limit).tokenizer
@@ -273,7 +273,7 @@ def find_tokenizer(
 
 
 class _Divided(NamedTuple):
-    """Documents of one store, none of them too long, and what was done to those that were."""
+    """Documents of one store, none of them too long, and reports of the cuts."""
 
     train: Documents
     validation: Documents
@@ -333,7 +333,7 @@ def _within_joined(
 
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
-    """The documents of a stream: those held back for validation, and an iterator over the others."""
+    """The documents of a stream: some held back for validation, and an iterator over the others."""
     arriving: Arriving
     if data.source == "store":
         arriving = GrowingFolder(data, limit)
@@ -360,7 +360,7 @@ def _open(path: str | Path, tokenizer: TokenizerConfig) -> TokenStore:
 
 
 def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
-    """Refuse a store of another tokenizer than the one that was asked for."""
+    """Refuse a store whose tokenizer is not the requested one."""
     if config.kind == "auto":
         return
     same, wanted = config.name == store.header.tokenizer, config.name

@@ -47,8 +47,8 @@ class CorpusReport:
         targets: tokens that are targets, and their share; the first token of a document is never one.
         mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
         skipped: reason → number of entries left out, duplicates included.
-        warnings: sentences on records that are trained otherwise than they seem to be.
-        places: reason → names of the first of them.
+        warnings: sentences on records that are not trained as they look.
+        places: reason → names of the first skipped entries.
         histogram: documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest.
         excess: longer documents, for common capacities below the longest one.
         pairs: whether the documents are preference pairs.
@@ -70,7 +70,7 @@ class CorpusReport:
         lengths, counts = np.unique(sizes, return_counts=True)
         longest = int(np.argmax(sizes))
         self.longest, self.longest_name = int(sizes[longest]), store.name(store.item_size * longest)
-        # The first token of a document is no target.
+        # The first token of a document is not a target.
         self.targets = sum(int(np.diff(np.maximum(shard.spans, 1)).sum()) for shard in store.shards)
         self.shards, self.is_complete, self.bytes = len(store.shards), store.is_complete, store.bytes
         self.description = store.description if store.is_complete else f"{self.shards:,} shards so far"
@@ -106,7 +106,7 @@ class CorpusReport:
 
 
 def _quantile(values: Integers, counts: Integers, share: float) -> float:
-    """The quantile of sorted values, of which each is there so many times; between two it is interpolated."""
+    """The quantile of sorted values with `counts` repetitions; between two values it is interpolated."""
     last = np.cumsum(counts) - 1
     place = share * int(last[-1])
     below, above = values[np.searchsorted(last, [int(place), -int(-place // 1)])].tolist()

@@ -62,7 +62,7 @@ class Documents:
 
     It is a map-style data set of `torch.utils.data`. A document is a zero-copy slice of the store; a piece with a
     repeated prompt is a copy. A document may occur several times. Where items of the store are two documents, each row
-    here is an item, which is never cut: it names the first document, and its length is that of both; `members` gives
+    here is an item, which is never cut: it names the first document, and has the length of both; `members` gives
     them.
 
     Args:
@@ -278,7 +278,7 @@ class Documents:
         repeat_prompt: bool = False,
         min_prefix: int | None = None,
     ) -> tuple[Documents, FitReport]:
-        """A view in which no document is longer than `limit` tokens, and a report of what was done.
+        """A view in which no document is longer than `limit` tokens, and a report on the longer ones.
 
         Args:
             limit: most tokens of a document.

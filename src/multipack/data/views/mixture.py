@@ -26,7 +26,7 @@ from multipack.planning.lengths import Integers
 from multipack.planning.steps import permutation
 
 MOST_DOCUMENTS = 1 << 30
-"""Most documents of an epoch: a plan of more would not fit into memory."""
+"""Maximum number of documents of an epoch: a larger plan would not fit into memory."""
 _REPEATS = 1 << 21  # + number of a source: in place of an epoch, for an order that no epoch has
 
 
@@ -39,7 +39,7 @@ class Share:
     documents: int  # documents in the epoch; repetitions count
     tokens: int  # their tokens
     requested: float  # share of the mixture that the weights request, of documents or tokens
-    actual: float  # share that it has
+    actual: float  # share in the epoch
     left_out: int  # documents that are not in the epoch
 
     def describe(self) -> str:

@@ -90,13 +90,13 @@ POLICIES: dict[str, tuple[Callable[[Integers, int, int, Integers], Pieces], str]
     "split": (split, "split into {pieces:,} pieces ({tokens:,} tokens repeated)"),
     "drop": (drop, "dropped ({tokens:,} tokens)"),
 }
-"""`data.overlong` → function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the
-lengths, and what it does to longer documents, with `{pieces}` and `{tokens}` of the `FitReport`."""
+"""`data.overlong` → function of (lengths, limit, overlap, prompt) that returns pieces, whose `document` is an index
+into the lengths; and its effect on longer documents as text, with `{pieces}` and `{tokens}` of the `FitReport`."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a policy did."""
+    """Counts of the documents that a policy cut or dropped."""
 
     limit: int  # most tokens of a document
     policy: str  # policy for longer documents

@@ -36,7 +36,7 @@ class PrefixTree:
         start: (N,) depth: tokens of its documents before the node.
         length: (N,) tokens of the node.
         parent: (N,) number of the node before it on the path; −1 = none.
-        last: (D,) number of the node with which each document ends; documents with equal tokens may have one.
+        last: (D,) number of the node with which each document ends; documents with equal tokens may have the same one.
     """
 
     document: Integers

@@ -47,7 +47,7 @@ from multipack.planning.plan import SingleDocuments
 from multipack.planning.steps import permutation
 
 TREES_PER_PACK = 4
-"""With `all`, an item has at most this part of a pack's slots. Of InstructLab, as bytes in packs of 32,768, a half, a
+"""With `all`, an item has at most 1/4 of a pack's slots. Of InstructLab, as bytes in packs of 32,768, a half, a
 quarter and an eighth reach 137, 136 and 136 % of the slots, and balance 4 ranks to 98.5, 99.9 and 99.99 %; in packs of
 8,192 they reach 125, 125 and 109 %."""
 
@@ -193,7 +193,7 @@ class SharedPrefixes(ItemSource):
         """Items of a view by `data.share_prefixes`: `pairs`, `groups` or `all`; other arguments as of the class.
 
         Raises:
-            ValueError: `pairs` of documents that are no pairs; see the class.
+            ValueError: `pairs`, but the documents are not pairs; see the class.
         """
         pairs = documents.store.item_size > 1
         if share == "pairs" and not pairs:
@@ -317,7 +317,7 @@ def _groups_of(documents: Documents, tokens: FlatTokens) -> Integers:
 
 
 def _together(slots: Integers, again: Integers, part: Integers, limit: int) -> NDArray[np.bool_]:
-    """Whether an item begins with each member of groups that stay whole, if they fit; larger ones are cut."""
+    """(members,) whether an item begins with each member: groups that fit stay whole, larger ones are cut."""
     begins = np.diff(part, prepend=-1) != 0
     starts = np.flatnonzero(begins)
     totals = np.add.reduceat(slots - again, starts)

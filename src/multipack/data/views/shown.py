@@ -48,7 +48,7 @@ def _shown(name: str, document: Document, tokenizer: Tokenizer) -> Shown:
 
 
 def _decoded(tokenizer: Tokenizer, tokens: list[int], start: int, stop: int) -> str:
-    """The text of tokens `start` to `stop`, with the white space that decoders leave out at a beginning."""
+    """The text of tokens `start` to `stop`, with the leading white space that decoders drop."""
     before = tokenizer.decode(tokens[max(start - 1, 0) : start])
     text = tokenizer.decode(tokens[max(start - 1, 0) : stop])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(tokens[start:stop])

@@ -35,10 +35,10 @@ def find_loss(name: str, reads: ItemKind | None = None) -> PreferenceLoss:
 
 
 def check_options(row: PreferenceLoss, given: dict[str, float], reference: str) -> None:
-    """Check that a row reads the options that were changed, and a reference model that is named.
+    """Check that a row reads all changed options, and the reference model if one is named.
 
     Raises:
-        ValueError: it does not; the message names the rows that do.
+        ValueError: it does not; the message names the rows that read an option.
     """
     for name, value in given.items():
         if name not in row.options:

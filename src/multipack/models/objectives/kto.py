@@ -17,7 +17,7 @@ from multipack.models.objectives.scores import PreferenceLoss, Scores
 
 
 def _gains(scores: Scores) -> Tensor:
-    """(items,) β (r − z), of undesirable answers negated: what the loss makes large."""
+    """(items,) gains, which the loss makes large: β (r − z), negated for undesirable answers."""
     gains = scores.beta * (scores.ratios[:, 0] - max(scores.last["kl"], 0.0))
     return torch.where(scores.desirable, gains, -gains)
 

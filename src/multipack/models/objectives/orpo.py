@@ -1,7 +1,7 @@
 """ORPO (Hong et al. 2024, arXiv:2403.07691): −p_chosen − β log σ(odds(p_chosen) − odds(p_rejected)).
 
-p = π / n, and odds(p) = p − log(1 − exp p). p is of the answer alone, a mean for each pair; TRL's first term is over
-prompt and chosen answer, a mean over the tokens of the batch.
+p = π / n, and odds(p) = p − log(1 − exp p). p is a mean over the answer of one pair; TRL's first term is a mean over
+the prompts and chosen answers of a batch.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class PreferenceLoss:
     reads_last: tuple[str, ...] = ()
 
     def means(self, tally: list[float], prefix: str = "") -> dict[str, float]:
-        """Means by name of the metric, from the sum and the number of its values; those without values are omitted."""
+        """Metric → mean, from the sum and the number of its values; metrics without values are omitted."""
         sums = zip(self.legend, tally[::2], tally[1::2], strict=True)
         found = {name: total / count for name, total, count in sums if count}
         if {"reward_chosen", "reward_rejected"} <= found.keys():

@@ -94,9 +94,9 @@ def attention(
 def select(
     backend: str, q: Tensor, cap: float | None = None, causal: bool = True, merges: bool = False
 ) -> Backend:
-    """The kernel that `attention` uses for these queries; arguments are those of `attention`.
+    """The kernel that `attention` uses for these queries, with the same arguments.
 
-    With `merges`, it is one whose results over parts of the keys merge.
+    With `merges`, only kernels count whose results over parts of the keys merge.
 
     Raises:
         ValueError: an unknown backend, or one that does not support these arguments.

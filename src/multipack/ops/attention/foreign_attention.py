@@ -3,14 +3,14 @@
     register(model)                                      or, before the model is built, register() and
                                                          from_pretrained(..., attn_implementation="multipack")
 
-    a row       A A A B B     cu_seq_lens_q 0 3 5        the documents are those of `cu_seq_lens_q`, else of
-    position_ids 0 1 2 0 1                               `position_ids`: one starts where they do not count up by 1
+    a row       A A A B B     cu_seq_lens_q 0 3 5        documents start where `cu_seq_lens_q` says, else where
+    position_ids 0 1 2 0 1                               `position_ids` do not count up by 1
 
 transformers makes a mask once a pass and hands it to every layer. For rows without padding, `make_mask` returns a
 `RowMask` instead: where documents start, and the window. `attend` then calls this package's attention. Everything
 else (padding, steps that read a cache, masks of the user) goes through transformers' own sdpa attention, with its mask;
-with soft caps or sinks, which sdpa lacks, through explicit scores. What none of them does exactly is refused by the
-name of the argument.
+with soft caps or sinks, which sdpa lacks, through explicit scores. An argument that none of them handles
+exactly is refused by name.
 
 The documents' bounds are read on the host once a pass; on a GPU this waits for the device.
 """
@@ -38,7 +38,7 @@ from multipack.ops.autocast import in_autocast_dtype
 from multipack.planning.lengths import short
 
 OLDEST = "5.2"
-"""The first transformers all of whose tested models give this attention the documents. Before, GPT-2 mixes documents
+"""Oldest version of transformers whose tested models all pass documents to this attention. Before, GPT-2 mixes them
 without an error where transformers makes no mask of them (with a cache, or with an attention_mask of ones)."""
 UNSUPPORTED = ("indices", "block_indices", "sinks", "cache")
 """Arguments of some models' attention that change its result and that `attend` refuses: sparse attention, sinks that
@@ -93,9 +93,9 @@ def attend(
     """Attention of a layer, in transformers' interface of attention functions.
 
     query is (B, H, Q, D), key (B, K, S, D), value (B, K, S, V); attention_mask is the result of `make_mask` or the
-    user's dense mask; s_aux are (H,) attention sinks; cu_seq_lens_q and _k are the same starts of the documents of the
-    flattened rows, and their end; position_ids is (B, T) or (1, T). With key_slots, documents share tokens: it and the
-    bounds are those of a pack (`PackedTree`), cu_seq_lens_k of the paths. Other arguments are passed on to sdpa
+    user's dense mask; s_aux are (H,) attention sinks; cu_seq_lens_q and _k are both the starts of the documents in the
+    flattened rows, and their end; position_ids is (B, T) or (1, T). With key_slots (`PackedTree`), documents share
+    tokens: cu_seq_lens_q are bounds of nodes, cu_seq_lens_k of their paths. Other arguments are passed on to sdpa
     attention.
 
     Returns:
@@ -192,7 +192,7 @@ def _documents(
     causal: bool,
     special: bool,
 ) -> PackedBatch | None:
-    """The documents of the rows; None if sdpa attention computes the same as documents would.
+    """The documents of the rows; None if sdpa attention computes the same.
 
     With `special`, each row is a document even where plain causal attention is meant: sdpa has no soft cap.
     """

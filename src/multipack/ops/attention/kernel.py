@@ -1,4 +1,4 @@
-"""What an attention kernel takes and returns, and how results over parts of the keys merge.
+"""Arguments and results of attention kernels, and how results over parts of the keys merge.
 
     sⱼ = q·kⱼ/√D      lse = log Σⱼ exp(sⱼ)      out = Σⱼ exp(sⱼ − lse) vⱼ
 
@@ -31,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Limits(NamedTuple):
-    """What limits the keys that a query sees, and its scores.
+    """Limits of the keys that a query sees, and of its scores.
 
     Attributes:
         window: tokens that each position sees, itself included; None = its whole document.
@@ -73,7 +73,7 @@ class KeyBlock(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward pass reads: its inputs, and results, which may be merged with those over other keys."""
+    """Tensors that a backward pass reads: inputs of the forward pass, and results merged over all keys."""
 
     q: Tensor
     k: Tensor
@@ -110,7 +110,7 @@ def add_gradients(
     saved: Saved,
     totals: Gradients,
 ) -> None:
-    """Add the gradients of blocks to those of q, k and v; backward(gradient of out, saved, before) → gradients."""
+    """Add the gradients of blocks to `totals`; backward(gradient of out, saved, before) → gradients."""
     for block in blocks:
         more = backward(upstream[block.rows], saved.of(block), block.before)
         places = block.rows, block.columns, block.columns

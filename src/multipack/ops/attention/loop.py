@@ -2,8 +2,8 @@
 
 On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
 tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
-`scaled_dot_product_attention` directly, forward and backward: results are bit for bit those of a loop over that
-function, without an autograd node per document.
+`scaled_dot_product_attention` directly, forward and backward: results equal a loop over that function bit for
+bit, without an autograd node per document.
 
     window=3      keys    a b c d e f g          A document longer than the window is cut into tiles of
     queries a b c       ■ ■ ■                    queries, each with the keys that any of them sees: work

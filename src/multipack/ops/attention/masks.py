@@ -7,7 +7,7 @@
 These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
 computed on the device of `cu_seqlens`, without a synchronization.
 
-Where documents share tokens, the slots that a position sees are no range; those that see it are:
+Where documents share tokens, the slots that a position sees are not a range, but the slots that see it are:
 
     nodes            p p p a a b        documents p p p a a and p p p b
     ends             6 6 6 5 5 6        slot i is seen from i … ends[i] − 1 (`PackedTree.ends`)
@@ -85,7 +85,7 @@ def tree_sees(batch: PackedBatch, window: int | None) -> Callable[[Tensor, Tenso
 def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:
     """`document_mask` for models that take an attention mask and no document bounds.
 
-    A model that is given such a mask builds no mask of its own, not even for layers with a sliding window: pass those
+    A model that is given such a mask builds no mask of its own, not even for layers with a sliding window: pass these
     layers a mask with their `window`. Padding attends to itself, so that no row is empty and every softmax is defined.
 
     Args:

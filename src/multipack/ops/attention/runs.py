@@ -41,7 +41,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Iterable[int], paths: Iterable[int], causal: bool) -> Runs:
-        """Documents of these numbers of queries and of keys; those without queries are skipped."""
+        """Documents of these numbers of queries and of keys; documents without queries are skipped."""
         queries, keys = list[Run](), list[Run]()
         for (length, path), equal in groupby(zip(lengths, paths, strict=True)):
             if length:
@@ -89,16 +89,16 @@ def by_runs(
 
 
 def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> Iterator[KeyBlock]:
-    """What queries of nodes see of the nodes before theirs: nothing without `ends`, which are of `PackedTree`.
+    """Blocks of the queries of nodes and the keys of earlier nodes; none without `ends` (`PackedTree.ends`).
 
-    All nodes behind a node are neighbors, and see all its keys: one block. With a window each node has one with
-    every node of its path that has keys in reach, and these tokens alone, so that no query is without a key.
+    All nodes behind a node are neighbors, and see all its keys: one block. With a window there is a block for each
+    node and each earlier node of its path with keys in reach, without the queries that reach none.
     """
     if ends is None:
         return
     bounds = cu_seqlens.tolist()
     behind = ends[cu_seqlens[:-1].clamp(max=len(ends) - 1)].tolist()
-    path = list[tuple[int, int, int, int]]()  # nodes before: bounds, end of those behind, position
+    path = list[tuple[int, int, int, int]]()  # earlier nodes: start, stop, end of the nodes behind, position
     for (start, stop), end in zip(pairwise(bounds), behind, strict=True):
         while path and path[-1][2] <= start:
             path.pop()

@@ -43,7 +43,7 @@ class Backend:
         forward: (q, k, v, bounds, limits) → (out, lse), see `attention` and kernel.py. It is differentiable in `out`,
             and `lse` may be None for a `PackedBatch`, and where results do not merge.
         backward: (gradient of out, saved, bounds, limits) → gradients of q, k and v in at least float32, where results
-            may be merged with those over other keys; None = its results do not merge.
+            may be merged with results over other keys; None = its results do not merge.
         merges: device types on which results merge: `lse` is (T, H), and `bounds` may be None, which means that every
             query belongs to every key; empty = all.
         devices: device types (`"cpu"`, `"cuda"`, …); empty = all.
@@ -57,7 +57,7 @@ class Backend:
             the host would be compiled again for every pack.
         automatic: whether `"auto"` may choose it; kernels that waste work are chosen by name only.
         operators: prefixes of the names of the torch operators that it runs, as the dispatcher sees them. Selective
-            activation checkpointing keeps their outputs; those of other operators are recomputed.
+            activation checkpointing keeps their outputs, and recomputes all others.
         activates: the implementation of FlashAttention that torch runs in place of its own, for the whole process.
         needs: the module that it imports; empty = only torch.
         install: how to install that module.
@@ -169,7 +169,7 @@ def activated_index(backend: str, *properties: Any) -> int:
 
 @cache
 def _installed(package: str) -> bool:
-    """Whether a package, or a module of one, is there."""
+    """Whether a package, or a module of one, is installed."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # its parent is not

@@ -24,7 +24,7 @@ from multipack.planning.lengths import Integers
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
 _COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window
 _TRIES = 4  # successive collections that were not enough for a document, after which no more are made
-_GIVERS = 128  # packs that give their free tokens in one of them
+_GIVERS = 128  # packs that give their free tokens in one collection
 _SLACK = 4096  # a pack that gives free tokens keeps 1/4096 of the capacity
 _GATHER_HALF = 6  # documents in a half when free tokens pass between packs; one more after a failure
 
@@ -329,7 +329,7 @@ def _collect(state: State, taker: int, enough: int, half: int) -> None:
 def gather(
     placed: Integers, lengths: Integers, packs: int, capacity: int, max_documents: int, spare: int
 ) -> None:
-    """Find places, in place, for documents that fit into no pack: free tokens of all packs move into one of them.
+    """Place documents that fit into no pack, in place: free tokens of all packs move into one of them.
 
     Where each of three packs has 2 free tokens, a document of 6 tokens fits into none of them. Two exchanges of an 8
     for a 6 fill the first two packs and leave 6 free tokens in the third:

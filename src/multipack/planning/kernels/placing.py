@@ -1,4 +1,4 @@
-"""Place documents into a fixed number of packs: spread by cost, with room gathered for those that do not fit.
+"""Place documents into a fixed number of packs: spread by cost, with room gathered for the rest.
 
 Documents are numbered in descending order of length; `placed` holds the pack of each, −1 for none.
 """
@@ -109,8 +109,8 @@ def place(
 ) -> Integers:
     """(documents,) pack of each document, −1 for none: spread by cost, then room gathered for what did not fit.
 
-    `lengths` and `costs` are falling. Documents are spread in the order of `visit`, by default the longest first. Those
-    left, and those that are not in `visit`, fill gaps while more than `spare` tokens are free; see `balancing.gather`.
+    `lengths` and `costs` are falling. Documents are spread in the order of `visit`, by default the longest first. All
+    others, left or not in `visit`, fill gaps while more than `spare` tokens are free; see `balancing.gather`.
     """
     if visit is None:
         visit = np.arange(len(lengths), dtype=np.int64)
@@ -130,7 +130,7 @@ def place_inside(
     capacity: int,
     max_documents: int,
 ) -> Integers:
-    """(documents,) pack of each document among the packs of its rank; −1 for none. As `place` for every rank.
+    """`place` on every rank: (documents,) pack of each document among the packs of its rank; −1 for none.
 
     `ranks` are the ranks of the documents, −1 for none.
     """
