@@ -179,7 +179,7 @@ class CheckpointWriter:
         return f"{self._run.checkpoints / self._writing} was not written: {error}; {self._run.advice()}"
 
     def _copied(self, pieces: Pieces) -> Pieces:
-        """Copies of pieces in host memory; those of GPU tensors are in pinned buffers that the next save uses again."""
+        """Copies of pieces in host memory; for GPU tensors in pinned buffers, which the next save uses again."""
         before, self._kept, copies = self._kept, {}, Pieces()
         for name, (values, offsets) in pieces.items():
             if not values.is_cuda:

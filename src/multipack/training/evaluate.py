@@ -40,7 +40,7 @@ from multipack.training.weights import Weights, adapt_weights, find_weights
 from multipack.words import read_yaml, split
 
 CHOOSING = {"data", "data.source", "data.path", "data.paths"}
-"""Settings that name documents; without them those of the run are taken."""
+"""Settings that name documents; without them the run's validation documents are evaluated."""
 KEPT = ("between", "train_on_prompt", "overlong", "overlap", "repeat_prompt", "verify", "cache")
 """Settings `data.*` of a run that apply to other documents too."""
 
@@ -107,7 +107,7 @@ def evaluate(
     Args:
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
-            Without documents those that the run validates on are taken.
+            Without documents, the run's validation documents are evaluated.
         weights: which weights of a run: latest, best or ema.
         console: shows progress.
 
@@ -136,7 +136,7 @@ class EvaluationRequest:
     Attributes:
         path: folder of the run, the checkpoint or the model.
         config: settings.
-        checkpoint: the checkpoint whose run's validation documents are evaluated; None: those of `config.data`.
+        checkpoint: its run's validation documents are evaluated; None = the documents of `config.data`.
         reference: model that preference pairs are compared with, unless the settings name one; empty = unknown.
     """
 
@@ -147,7 +147,7 @@ class EvaluationRequest:
 
 
 def compose_evaluation(path: Path | str, words: Sequence[str]) -> EvaluationRequest:
-    """The settings of an evaluation: those of the run that determine a loss, and `words`.
+    """The settings of an evaluation: the run's settings that determine a loss, and `words`.
 
     Raises:
         FileNotFoundError: there are no weights at `path`.
@@ -245,7 +245,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 
 
 def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
-    """The settings, for pairs with the model that they are compared with, for others without preferences."""
+    """The settings: for pairs with their reference model, for other documents without preferences."""
     config = request.config
     if corpus.validation.store.item_size == 1:
         return replace(config, preference=PreferenceConfig())

@@ -163,7 +163,7 @@ def answer(
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The given prompts, followed by those of a file, one per line; `-` is standard input.
+    """The prompts of `given`, followed by the lines of `file`; `-` is standard input.
 
     Raises:
         ValueError: there are no prompts, or a line is empty.

@@ -55,7 +55,7 @@ SOMETIMES: dict[str, str] = {
 def step_metrics(
     data: StepData, result: StepResult, slots: float, seconds: float, devices: int
 ) -> dict[str, float]:
-    """Metrics of a step that follow from its documents, computed slots and seconds; those per device for `devices`."""
+    """Metrics of a step from its documents, computed slots and seconds; rates per device divide by `devices`."""
     tokens, documents, time = int(data.lengths.sum()), len(data.documents), max(seconds, 1e-12)
     return {
         "dt": seconds,

@@ -32,7 +32,7 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
 
     Args:
         checkpoint: the checkpoint.
-        callbacks: name → state of the run's callbacks, as examples for those of the checkpoint.
+        callbacks: name of a callback → its state in this run, an example of its state in the checkpoint.
 
     Raises:
         ValueError: an entry is missing or has another type.

@@ -21,7 +21,7 @@ class Rule:
         text: the rule as it was given.
         pattern: a glob on names of parameters, or of modules with all their parameters.
         lr_scale: factor of the learning rate.
-        weight_decay: decoupled weight decay; None = that of a parameter without a rule.
+        weight_decay: decoupled weight decay; None = as without a rule.
         freeze: whether the parameters are not trained.
     """
 

@@ -97,7 +97,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 
 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
-    """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
+    """The brief header, chosen from `rows` (the whole header) and the report of the plan."""
     config, corpus = run.config, run.corpus
     plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
@@ -131,7 +131,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
 
 
 def _left_out(corpus: Corpus) -> list[str]:
-    """`corpus_notes` as one text, if there are any, those on single documents first; without those on a mixture."""
+    """One text of the `corpus_notes` on skipped and too long documents; empty list without such notes."""
     notes = corpus_notes(corpus)
     texts = [text for name, text in notes if name == "skipped"]
     texts += [f"{text} ({name.partition(', ')[2]})" for name, text in notes if name.startswith("too long")]
@@ -181,7 +181,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
-    """What history.jsonl says of the end of a process; `reason` is empty after the last step."""
+    """The record of a process's end in history.jsonl; `reason` is empty after the last step."""
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
@@ -317,7 +317,7 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
-    """What history.jsonl says of the start of a process, as plain values; `rows` are those of the header."""
+    """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
     found, share = measured or (None, None)
     return {
         "step": run.step,
@@ -358,7 +358,7 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
 
 
 def corpus_notes(corpus: Corpus) -> Rows:
-    """Rows on documents that were cut, dropped or skipped; of a stream those that have arrived so far."""
+    """Rows on documents that were cut, dropped or skipped; of a stream only the documents so far."""
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:

@@ -21,7 +21,7 @@ Choice = Literal["auto", "true", "false"]
 NEW_MODEL_LR = 2e-3
 """Peak learning rate of models that start from random weights, where none is given."""
 ADAPTER_LR_SCALE = 10
-"""Peak learning rate of adapters over that of whole models, where none is given; most of them are trained so."""
+"""Default peak learning rate of adapters over the default of whole models; most adapters are trained so."""
 
 
 @dataclass

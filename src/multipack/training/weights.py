@@ -54,8 +54,8 @@ class TrainedAdapter:
         config: its settings.
         read: name of a trained parameter → its value.
         names: of the trained parameters.
-        quantized: names of the parameters beside whose quantized values it was trained.
-        alphas: matrix → its alpha, where it is another than that of `config`; only adapters of peft have such.
+        quantized: names of the frozen parameters that were quantized while it was trained.
+        alphas: matrix → its alpha, where it differs from `config.alpha`; only in adapters of peft.
     """
 
     config: AdapterConfig
@@ -65,7 +65,7 @@ class TrainedAdapter:
     alphas: Mapping[str, float] = field(default_factory=dict)
 
     def merged_into(self, frozen: Reader) -> Reader:
-        """A function that reads parameters of the model with this adapter, given those without it."""
+        """A function that reads parameters of the model with this adapter; `frozen` reads them without it."""
 
         def value(name: str) -> Tensor:
             if name in self.names:
@@ -110,7 +110,7 @@ class TrainedWeights:
 
 
 def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
-    """The shape of the decoder at `path`, without reading weights; `foreign` is that of `find_weights`.
+    """The shape of the decoder at `path`, without reading weights; `foreign` as in `find_weights`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_weights`.
@@ -131,7 +131,7 @@ def find_weights(
         path: the folder.
         weights: which weights of a run.
         world: ranks that all read them and divide the check of a checkpoint's files; collective.
-        foreign: whether those of a Hugging Face folder are for a model of transformers (`model=hf:`).
+        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
