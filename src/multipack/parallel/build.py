@@ -50,10 +50,9 @@ class Blueprint:
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
         prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
-        from_main: whether rank 0 alone calls `initial`, because it reads files; no rank then draws other values
-            before.
+        from_main: whether rank 0 alone calls `initial`, because it reads files; the model is then built without values.
         saved: names of the parameters that the engine's state has, see `ModelEngine`; None = all.
-        dtypes: name → dtype, of those that are not float32.
+        dtypes: name → dtype of the parameters that are not float32.
         cost: cost of documents, by which context parallelism places them.
     """
 

@@ -193,7 +193,7 @@ def broadcast_bytes(own: bytes, source: int = 0, group: Group = None) -> bytes:
 
 
 def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None) -> Tensor:
-    """The entry for this rank of what rank `source` of the run has for every rank of the group.
+    """This rank's entry of the bytes that rank `source` of the run has for every rank of the group.
 
     Args:
         each: bytes for each rank of the group; None on all ranks but the source.

@@ -159,10 +159,10 @@ class LossScaler:
 
 
 class Engine(Protocol):
-    """What training asks of a model on several ranks; `ModelEngine`, whose methods say more, is the first.
+    """The interface between training and a model on several ranks; `ModelEngine` is the first, and documents it.
 
     Another engine may clip inside `step`, and hold its state in other tensors, if `state` has the names of parameters
-    and pieces that any mesh can read. Attributes are those of `ModelEngine`.
+    and pieces that any mesh can read. See `ModelEngine` for the attributes.
     """
 
     mesh: Mesh
@@ -230,7 +230,7 @@ class ModelEngine:
 
     Args:
         modules: modules of this rank; without a pipeline one module, which takes a batch and returns the summed loss
-            over its targets. Names of parameters are those of the whole model.
+            over its targets. Parameters have their names in the whole model.
         optimizer: optimizer of their parameters.
         mesh: the ranks of the run.
         dtype: precision of forward passes; bf16 and fp16 use autocast, and fp16 also scales the loss.
@@ -442,7 +442,7 @@ class ModelEngine:
         """This rank's tensors, not copied; shards are `DTensor`s.
 
         Returns:
-            Groups "model" (parameters, those of `saved`), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
+            Groups "model" (the parameters in `saved`), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
         """
         slots = optimizer_state(self.optimizer, self.parameters)
         state: State = {"model": self._kept(self.parameters), "optimizer": slots}

@@ -79,7 +79,7 @@ def _free_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def synchronizing(model: nn.Module, *, keep: bool = False) -> Callable[[bool], AbstractContextManager[None]]:
-    """Choose when ranks synchronize gradients; returns is_last (of the step's micro-batches) → context to run it in.
+    """Choose when ranks synchronize gradients; returns a function: whether a micro-batch is the last → its context.
 
     - DDP all-reduces gradients in the last micro-batch only; until then a rank's gradient is its own.
     - Shards reduce-scatter gradients in every micro-batch. Once a step would be less traffic, but every rank would hold

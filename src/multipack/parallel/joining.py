@@ -91,14 +91,14 @@ def connected(
 def joined(
     ranks: Ranks, address: tuple[str, int], device: torch.device, timeout_seconds: float, command: str = ""
 ) -> Iterator[World]:
-    """The ranks of a run with their process group, also that of a single rank; see `connected`.
+    """The ranks of a run with their process group, also for a single rank; see `connected`.
 
     Args:
         ranks: this process.
         address: host and port of the store.
         device: of this process.
         timeout_seconds: how long a collective waits for a missing rank before it raises.
-        command: what started this process.
+        command: command that started this process.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

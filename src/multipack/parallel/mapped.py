@@ -89,7 +89,7 @@ class MappedFiles:
 class MappedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer whose state is in files: it steps one tensor after the other.
 
-    `param_groups` and `state` are those of the wrapped optimizer; tensors of `state` are on the CPU between steps.
+    `param_groups` and `state` belong to the wrapped optimizer; tensors of `state` are on the CPU between steps.
     Counters of steps stay in memory.
 
     Args:

@@ -5,7 +5,7 @@
                        or rank 0 reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
     check_equal        ranks that hold the same piece compare its hash
 
-Beside its own pieces a rank never holds more than one whole tensor (rank 0: also what the source holds to make it).
+Beside its own pieces a rank never holds more than one whole tensor (rank 0 also holds what its source needs).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def materialize(
         world: all ranks.
         device: of the parameters; None = the world's.
         empty_like: a parameter on the meta device → one with memory; None = on `device`.
-        dtypes: name → dtype, of parameters that have another one than most.
+        dtypes: name → dtype of the parameters whose dtype differs from the others'.
         from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank
             calls it for the parameters that it holds, and nothing is sent.
 

@@ -15,7 +15,7 @@ OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit_ao", "m
 """Values of `optimizer.name`."""
 DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 SMALLER_STATES: tuple[OptimizerName, ...] = ("adamw_bf16", "adamw_8bit")
-"""What `multipack advise` tries where the state of the default does not fit, largest state first."""
+"""Optimizers that `multipack advise` tries where the default's state does not fit, largest state first."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OptimizerRow:
         module: of training/, with its function.
         state_bytes: bytes of the moments of an element, with their scales.
         matrix_bytes: the same in matrices of blocks, if it updates only these and AdamW all others.
-        needs: what a rank must hold whole, on the device, to update an element.
+        needs: the unit that a rank must hold whole, on the device, to update an element.
         has_fused: whether `optimizer.fused` applies.
     """
 

@@ -49,7 +49,7 @@ from multipack.planning.lengths import offsets_of
 from multipack.planning.placement import Placement
 
 PADDING = 128
-"""Slots of a piece of padding, which attends to itself: longer ones would cost more."""
+"""Most slots of a piece of padding, which attends to itself: the cost grows with the square."""
 ALL = Limits(causal=False)
 """Every query sees every key."""
 Wait = Callable[[], Any]
@@ -62,13 +62,13 @@ class Schedule(Movable):
     """One rank's work for one pack, computed on the host.
 
     Attributes:
-        pieces: the rank's pieces, in the order of documents and tokens, then those of padding.
-        tokens: (tokens of the rank,) int64 their places in the pack.
+        pieces: the rank's pieces, in the order of documents and tokens, then pieces of padding.
+        tokens: (tokens of the rank,) int64 places of the rank's tokens in the pack.
         sent: int64 own tokens whose keys are sent, by receiver.
         sent_sizes, received_sizes: tokens for each rank, and from each rank.
         kept: int64 own tokens of divided documents before the rank's last piece.
-        order: int64 places, among `kept` and then what is received, of the keys of each divided document in order.
-        blocks: queries among the rank's tokens, and the keys before them that all of them see, among those of `order`.
+        order: int64 places of the keys of each divided document in order, in `kept` followed by the received tokens.
+        blocks: ranges of the rank's queries, and of the earlier keys that all of them see, counted in `order`.
         is_local: whether no rank sends anything.
     """
 
@@ -89,7 +89,7 @@ class Schedule(Movable):
         Args:
             placement: of the pack's documents.
             rank: the rank.
-            slots: slots that the rank computes, with padding; 0 = those of its tokens.
+            slots: slots that the rank computes, with padding; 0 = one for each of its tokens.
         """
         own = np.flatnonzero(placement.rank == rank)
         sizes = placement.sizes
@@ -247,7 +247,7 @@ class _Work:
         return out, lse
 
     def backward(self, upstream: Tensor, saved: Saved) -> Gradients:
-        """Gradients of this rank's q, k and v from the queries of all ranks."""
+        """Gradients of this rank's q, k and v; k and v receive gradients from the queries of all ranks."""
         schedule, backward = self.schedule, self.kernel.backward
         assert backward is not None  # as its results merge
         q, k, v, out, lse = saved
@@ -301,7 +301,7 @@ class _Work:
 
     @staticmethod
     def add(dk: Tensor, dv: Tensor, tokens: Tensor, gradients: Tensor) -> None:
-        """Add (tokens, 2, K, D) gradients to those of these keys and values, in place; no token occurs twice."""
+        """Add (tokens, 2, K, D) gradients to `dk` and `dv` at `tokens`, in place; no token occurs twice."""
         if len(tokens):
             dk[tokens] += gradients[:, 0]
             dv[tokens] += gradients[:, 1]

@@ -31,7 +31,7 @@ class RankPart:
 
 
 def head_layers(shape: ModelShape) -> float:
-    """Cost of the projection onto the vocabulary relative to that of a layer, by matrix elements."""
+    """Cost of the projection onto the vocabulary relative to a layer, by matrix elements."""
     return shape.d_model * shape.vocabulary_size / shape.layer_parameters
 
 
@@ -72,7 +72,7 @@ def parts_of_ranks(shape: ModelShape, config: ParallelConfig, micro_batches: int
 
     Micro-batches in flight on rank r of P: all M (gpipe); at most P − r (1f1b: Narayanan et al. 2019, PipeDream);
     with V stages per rank, 2(P − r − 1) + (V − 1)P + 1 passes of one stage each (interleaved: Narayanan et al. 2021,
-    arXiv:2104.04473, §2.2), which is 1/V of that in micro-batches.
+    arXiv:2104.04473, §2.2), of which V make a micro-batch.
     """
     ranks, stages = config.pipeline, config.stages
     if ranks == 1:

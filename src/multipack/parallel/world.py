@@ -24,14 +24,14 @@ class World:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank, size: of this process, and the number of processes.
-        local_rank: rank of this process among those of its host.
+        rank, size: rank of this process, and number of processes.
+        local_rank: rank of this process on its host.
         device: where this process computes.
         backend: of the process group: gloo, nccl, or none, as in a run of one process.
-        launcher, command: what started this process.
+        launcher, command: launcher and command that started this process.
         timeout_seconds: how long a collective waits for a missing rank.
         groups: process groups made so far: see `subgroup`.
-        watch: how far this rank is, and which rank failed.
+        watch: the place of this rank in the run, and the report of failed ranks.
     """
 
     rank: int = 0
