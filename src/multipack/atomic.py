@@ -80,7 +80,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bo
         exclusive: fail if the file exists.
 
     Raises:
-        FileExistsError: with `exclusive`, in all of several concurrent writers but the first.
+        FileExistsError: with `exclusive`, the file exists; of several concurrent writers all but one get this error.
         OSError: the file cannot be written; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bo
 
 
 def _claim(partial: Path, path: Path) -> None:
-    """Give a file the name `path` unless that is taken; without hard links the name is taken by an empty file first."""
+    """Rename a file to `path`, or fail if it exists; without hard links an empty file claims the name first."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -110,7 +110,7 @@ def _claim(partial: Path, path: Path) -> None:
 
 
 def with_advice(error: OSError, path: Path) -> OSError:
-    """The error of writing `path` with that name, which the error of a full disk lacks, and what to do."""
+    """The error of writing `path` with its name, which the error of a full disk lacks, and with advice."""
     if error.errno not in _ADVICE and error.filename is not None:
         return error
     return OSError(error.errno, f"{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}", str(path))
@@ -178,7 +178,7 @@ def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove partial folders that killed writers of `path` left, and restore a folder that they were about to replace.
+    """Remove partial folders of killed writers of `path`, and restore a folder that they were about to replace.
 
     No other process may be writing `path`.
     """
@@ -254,7 +254,7 @@ def own_folder(where: Path) -> Path:
 
     Raises:
         OSError: it cannot be created.
-        ValueError: what has its name is a link, or another user's.
+        ValueError: its name belongs to a link or to another user.
     """
     folder = where / f"multipack-{os.getuid()}"
     make_private(folder)

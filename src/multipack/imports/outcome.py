@@ -1,4 +1,4 @@
-"""`Tool`, another tool's configurations, and what the rule of a key returns (`Honored`) or raises (`NotHonored`)."""
+"""`Tool`, another tool's configurations; the rule of a key returns `Honored` or raises `NotHonored`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Honored:
 
     Attributes:
         settings: full name of a setting → value.
-        note: what differs, without changing what is trained; empty = nothing.
+        note: a difference that does not change what is trained; empty = none.
         commands: commands to run first.
     """
 
@@ -74,8 +74,8 @@ def rules_of(
     Args:
         renamed: key → setting of the same meaning, and the type of its value.
         functions: key → function, which may read other keys too.
-        noted: keys → what differs, without changing what is trained.
-        cannot: keys → what has no equivalent.
+        noted: keys → a difference that does not change what is trained.
+        cannot: keys → the feature without an equivalent.
         no_effect: keys that do not change what is trained.
     """
     found: dict[str, Rule] = {name: partial(_renamed, *target) for name, target in renamed.items()}

@@ -45,7 +45,7 @@ from multipack.shapes import rotation_limit
 LOG = logging.getLogger(__name__)
 
 _transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
-_HOST: Any = object  # what the mixin is mixed into, for type checkers
+_HOST: Any = object  # the mixin's other base, for type checkers
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
 
@@ -71,7 +71,7 @@ class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
     """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **host: Any) -> None:
-        """Compare the identity in the state that Trainer has loaded, if it has."""
+        """Compare the plan's identity with the loaded state's, if Trainer has loaded one."""
         sampler = host["train_dataloader"].batch_sampler
         plan = sampler.plan
         mine = {"fingerprint": plan.fingerprint, "options": plan.key, "seed": sampler.state_at(0)["seed"]}
@@ -312,7 +312,7 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         """As the host does; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
 
         Raises:
-            ValueError: the given checkpoint was not.
+            ValueError: the given checkpoint is incomplete.
         """
         found = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(found, *positional, **named)

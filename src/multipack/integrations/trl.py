@@ -29,8 +29,7 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
         **named: as of SFTTrainer.
 
     Raises:
-        ValueError: TRL's own packing is on, neither `capacity` nor `max_length` is given, or what `PackedTrainerMixin`
-            refuses.
+        ValueError: TRL's own packing is on, or neither `capacity` nor `max_length` is set; or see `PackedTrainerMixin`.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Alloc
     """Read the scheduler's variables, and the hostfile that they or the user name.
 
     Args:
-        environment: environment variables, such as those of a job script.
+        environment: environment variables, such as a job script's.
         hostfile: hosts to use; inside a job, a subset of its hosts.
 
     Returns:

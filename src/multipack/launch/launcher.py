@@ -95,7 +95,7 @@ class Layout(NamedTuple):
     """Hosts and their processes."""
 
     hosts: tuple[str, ...]
-    """Names of hosts, that of rank 0 first; empty = this host, or unknown."""
+    """Names of hosts, rank 0's first; empty = this host, or unknown."""
     nodes: int
     """Number of hosts."""
     per_node: int
@@ -254,7 +254,7 @@ def launch(
 
     Args:
         request: what to start.
-        hostfile: file of hosts; empty = those of the job.
+        hostfile: file of hosts; empty = the job's hosts.
         dry_run: print the command without executing it.
         check: called with the number of processes; raises a ValueError if the words do not suit it.
 

@@ -84,7 +84,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
 def _tensor(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ranks, hidden = work.config.tensor, work.slots * work.shape.d_model
     for kind in ("all_gather", "reduce_scatter"):
-        # Checkpointing repeats both of the forward pass, but the second reduce-scatter only if dropout follows it.
+        # Checkpointing repeats the forward pass's exchanges; the second reduce-scatter only if dropout follows it.
         again = 2 if kind == "all_gather" or work.shape.dropout else 1
         calls = part.layers * (4 + (again if work.recompute != "none" else 0)) + part.is_last
         size = calls * work.product + part.is_first * work.stream

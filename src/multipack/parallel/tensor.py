@@ -274,8 +274,8 @@ _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
     "norm": (_TokenLayerNorm, _TokenOffsetRMSNorm, _DividedRMSNorm, _TokenRMSNorm),
     "gathers": (),
 }
-"""Kind → divided types. A module gets the first type whose base class it has with an unchanged `forward`; `heads` with
-fewer heads than ranks get `_SharedHeadLinear` or `_SharedHeadLora`."""
+"""Kind → divided types. A module gets the first type whose base class it has with an unchanged `forward`.
+With fewer heads than ranks, `heads` gets `_SharedHeadLinear` or `_SharedHeadLora`."""
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -314,7 +314,7 @@ def _divided_type(
 
 
 def _placement(divided_type: type[_TensorParallel], own: str) -> Shard | Replicate:
-    """How ranks divide a module's parameter. Codes and scales of a quantized matrix divide like it, steps stay whole."""
+    """How ranks divide a module's parameter. Parts of a quantized matrix divide like it, but its steps stay whole."""
     if own == "weight_steps":
         return Replicate()
     return divided_type.placements["weight" if own in PARTS else own]

@@ -140,7 +140,7 @@ def _image(column: Any, below: Any, size: Any, length: Any, columns: int, height
 
 
 def _draw_trees(figure: Any, view: dict[str, Any]) -> None:
-    """The nodes of some packs: documents side by side, and below each node those of the documents that go on."""
+    """The nodes of some packs: documents side by side, and below each node the nodes that continue it."""
     from matplotlib import colormaps
 
     trees = view["trees"]

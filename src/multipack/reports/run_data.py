@@ -1,4 +1,4 @@
-"""`read_run`: what a run directory holds, as far as it can be read. Files may be torn, foreign or of other versions."""
+"""`read_run`: the contents of a run directory, as far as it can be read: files may be torn or of other versions."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Columns:
 
 @dataclass
 class CheckpointFolder:
-    """A checkpoint's name, step, bytes, time of completion, and what names it; without its content."""
+    """A checkpoint's name, step, bytes, time of completion, and the pointers to it; without its content."""
 
     name: str
     step: int
@@ -132,7 +132,7 @@ class CheckpointFolder:
 
 @dataclass
 class RunData:
-    """What a run directory holds.
+    """The contents of a run directory.
 
     Attributes:
         run: the directory.
@@ -141,8 +141,8 @@ class RunData:
         evaluations: metrics of evaluations.
         history: starts and ends of processes, in order; empty in runs of earlier versions.
         samples: (step, text) of each evaluation.
-        checkpoints: those in the folder.
-        problems: what could not be read, one sentence each.
+        checkpoints: the checkpoints in the folder.
+        problems: one sentence for each thing that could not be read.
     """
 
     run: RunDirectory
@@ -195,14 +195,14 @@ def read_run(path: str | Path) -> RunData:
 def add_record(found: RunData, record: dict[str, Any]) -> bool:
     """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
     own, synchronizing = record.get("dtb"), record.get("dtc")
-    if isinstance(own, float) and isinstance(synchronizing, float):  # a part of it
+    if isinstance(own, float) and isinstance(synchronizing, float):  # it is a part of the backward time
         record = record | {"dtb": own - synchronizing}
     is_evaluation = any(name.startswith("val_loss") for name in record)
     return (found.evaluations if is_evaluation else found.steps).add(record)
 
 
 def communication(found: RunData) -> str:
-    """Where the communication of a run's ranks is in the parts of its steps; empty for one process."""
+    """Which part of a step's time holds the communication of ranks, as text; empty for one process."""
     texts = []
     if "dtc" in found.steps:
         texts.append(

@@ -95,7 +95,7 @@ class LiveRun:
         return text_curve(x, y, max(min(columns, 110), 24), rows)
 
     def state(self, now: float) -> str:
-        """Whether the run runs, as far as its files tell."""
+        """The state of the run's process, as far as the files show it."""
         found = self.found
         if (end := found.end) is not None:
             return f"ended after step {end.get('step')}" + (f": {end['reason']}" if end.get("reason") else "")
@@ -117,7 +117,7 @@ def watch(
 
     Args:
         path: the run directory.
-        seconds: between two looks.
+        seconds: time between two updates.
         once: print one frame.
         console: the terminal.
         wait: sleeps; replaced in tests.
