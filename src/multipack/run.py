@@ -12,7 +12,7 @@
       reference.safetensors   with preference pairs; checkpoints have its checksum
       checkpoints/
         latest          the name of the newest complete checkpoint
-        best            the name of the one with the lowest validation loss, of those saved at an evaluation
+        best            the name of the checkpoint with the lowest validation loss, if saved at an evaluation
         step-00000100/  see training/checkpoint.py
 
 Files and folders whose names end with `.partial` are being written.
@@ -124,7 +124,7 @@ class RunDirectory:
         return self._named(self.latest, "none is complete; start the run anew with another out=")
 
     def advice(self) -> str:
-        """How a run that failed is continued, for its error message."""
+        """Advice on continuing a failed run, for its error message."""
         if not (complete := self.complete_checkpoints()):
             return "no checkpoint is complete yet"
         return (

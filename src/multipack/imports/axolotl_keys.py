@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer.beta2": 0.999,
     "optimizer.min_lr": 0.0,
 }
-"""Settings whose defaults differ → Axolotl's defaults."""
+"""Setting → Axolotl's default, where it differs."""
 
 RENAMED: dict[str, tuple[str, type]] = {
     **HUGGING_FACE,

@@ -94,7 +94,7 @@ def mistral_tokenizer(value: Any, keys: Keys) -> Honored:
 
 
 def quantized_files(value: Any, keys: Keys) -> Honored:
-    """How a model with quantized weights is loaded: MXFP4, which gpt-oss has, is read in 16 bits."""
+    """The format of quantized weights: MXFP4, which gpt-oss has, is read in 16 bits."""
     dequantized = (keys.get("model_quantization_config_kwargs") or {}).get("dequantize")
     if value == "Mxfp4Config" and dequantized:
         return NOTHING

@@ -39,15 +39,15 @@ NOTHING = Honored()
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool, whose configurations are translated. A file of `imports/` that defines `TOOL` is found by it.
+    """Another tool, whose configurations are translated; defined as `TOOL` in a file of `imports/`.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
         is_own: whether a configuration is this tool's.
         needs: the keys that every such configuration has, in words.
         rules: key → its rule; other keys are not honored.
-        defaults: settings whose defaults differ → the tool's.
-        false: keys for which `false` is a value of its own; for others it is as if they were not there.
+        defaults: setting → the tool's default, where it differs.
+        false: keys for which `false` is a value; for other keys it means that they are missing.
         trackers: key that turns on a tracker → its name in `track.to`.
         read_with: key that the rule of another key reads → the settings that it changes, if they are set.
     """
@@ -99,7 +99,7 @@ def _noted(text: str, value: Any, keys: Keys) -> Honored:
 
 
 def _cannot(text: str, value: Any, keys: Keys) -> Honored:
-    """A key without an equivalent; 0 turns all of them off."""
+    """A key without an equivalent; the value 0 turns it off."""
     if value == 0:
         return NOTHING
     raise NotHonored(f"no equivalent: {text}")

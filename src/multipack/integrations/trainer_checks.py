@@ -30,7 +30,7 @@ OTHER_LOSSES = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassificatio
 
 
 def check_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the plan, without those that the host's arguments decide."""
+    """Options of the plan, checked to contain none that the host's arguments decide."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"plan_options must be a mapping, for example {{'window': 8}}, got {short(given)}")
     if others := sorted(DECIDED & set(given or ())):

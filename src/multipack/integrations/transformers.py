@@ -258,7 +258,7 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         **named: as of the host.
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
-        plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
+        plan_options: options of the plan that the host's arguments do not decide: `window`, `balance`, `cost`.
         probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
         packed_attention: whether the model computes attention inside documents by this package's function instead of
             masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the

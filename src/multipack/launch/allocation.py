@@ -26,7 +26,7 @@ _MARKS: dict[Flavor, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where processes may run.
+    """The hosts on which processes may run.
 
     Attributes:
         scheduler: the scheduler that provides the hosts.

@@ -22,7 +22,7 @@ from multipack.planning.placement_report import key_bytes, token_bytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a step for one purpose.
+    """The bytes that a rank sends in a step for one purpose.
 
     Attributes:
         method: `data`, `tensor`, `context` or `pipeline`.
@@ -105,7 +105,7 @@ def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
         each = token_bytes(shape, ranks, config.tensor, work.product) * ranks / (ranks - 1)
         times = exchanged * slots * (1.5 if again else 1)
         yield Traffic("context", "all_to_all", ranks, reach, round(calls * times * each))
-    if exchanged < 1:  # keys and values forward and backward, and the gradients of those received
+    if exchanged < 1:  # keys and values forward and backward, and the gradients of received ones
         each = key_bytes(shape, config.tensor, work.product)
         times = sent * (3 if again else 2) + received
         yield Traffic("context", "send", ranks, reach, round(calls * times * each))

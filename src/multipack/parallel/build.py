@@ -3,8 +3,8 @@
     Blueprint ─▶ tensor ▸ context ▸ prepare (checkpointing, compilation) ▸ FSDP2 ▸ weights ▸ DDP ▸ optimizer (ZeRO 1)
                 └ in a pipeline: each stage of this rank, in the same way
 
-A strategy is a function applied to an untouched model. To add one: its file, its settings and what it divides in
-parallel_config.py, and its place here.
+A strategy is a function applied to an untouched model. To add one, write its file, add its settings and the things that
+it divides to parallel_config.py, and give it a place here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build a model whole or in parts, and what parallelism needs to know about it.
+    """A description of a model for parallelism: how to build it whole or in parts, its parameters and costs.
 
     Attributes:
         build: (first, stop) → these blocks of the model, under their names in the whole; None → the whole model.

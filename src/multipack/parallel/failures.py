@@ -35,9 +35,9 @@ import torch.distributed as dist
 from multipack.parallel.ranks import is_reported, mark_reported, print_error
 
 INTERVAL_SECONDS = 1.0
-"""Time between heartbeats of a rank, with up to a thousand ranks; more share the store and take longer."""
+"""Time between heartbeats of a rank. More than a thousand ranks share the store, and wait longer in proportion."""
 GRACE_SECONDS = 6.0
-"""How long ranks whose collective failed wait for each other's reports, with up to a thousand ranks."""
+"""Time that ranks whose collective failed wait for each other's reports; more than a thousand ranks wait longer."""
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed"
     r"|remote process exit|network error|was aborted",

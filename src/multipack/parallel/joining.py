@@ -1,4 +1,4 @@
-"""How the processes of a run join and leave: their ranks, device, store, watch and process group.
+"""Joining and leaving a run: the ranks, device, store, watch and process group of its processes.
 
 This process's rank comes from the launcher's variables (ranks.py). Without a launcher the world is a single process and
 no process group exists.

@@ -79,7 +79,7 @@ class MappedFiles:
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def release(self, tensor: Tensor) -> None:
-        """Drop the pages of a tensor from this process; the kernel writes those that changed. Values stay."""
+        """Drop the pages of a tensor from this process; the kernel writes changed pages. Values stay."""
         address = local(tensor).untyped_storage().data_ptr()
         if address in self._sizes:
             size = ctypes.c_size_t(self._sizes[address])

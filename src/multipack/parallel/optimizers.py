@@ -1,4 +1,4 @@
-"""Optimizers: the bytes of their states, and what they need whole on a rank. No torch.
+"""Optimizers: the bytes of their states, and the units that a rank must hold whole. No torch.
 
 An optimizer is a name, a row in `OPTIMIZERS`, and a function of that name in training/, from groups of parameters and
 `OptimizerConfig` to an optimizer of torch.
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
 
 
 def check_optimizer(name: OptimizerName, parallel: ParallelConfig) -> None:
-    """Check that ranks and offload leave whole what an optimizer needs whole.
+    """Check that ranks and offload do not divide the units that an optimizer needs whole.
 
     Raises:
         ValueError: they do not; the message names the settings and the nearest legal choices.

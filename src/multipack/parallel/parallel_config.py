@@ -29,7 +29,7 @@ STAGES_PER_RANK = 2
 
 @dataclass(frozen=True)
 class DataStrategy:
-    """What one value of `parallel.data` divides among data-parallel ranks, in addition to packs.
+    """A value of `parallel.data`: the state that it divides among data-parallel ranks, in addition to packs.
 
     Attributes:
         shards_parameters: FSDP2 shards parameters, gradients and optimizer state.

@@ -109,7 +109,7 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
     """Address and port of the store that the processes of a run join through, the same for all of them.
 
     Taken from MASTER_ADDR and MASTER_PORT, which torchrun and `multipack launch` set. Processes started by srun alone
-    use the first host of their step; those started by mpiexec alone must be on one host.
+    use the first host of their step; processes started by mpiexec alone must be on one host.
 
     Raises:
         ValueError: the host of rank 0 is unknown.

@@ -12,7 +12,7 @@ from multipack.shapes import ModelShape
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank of a pipeline holds of a model.
+    """The part of a model on one rank of a pipeline.
 
     Attributes:
         layers: number of blocks.
@@ -68,7 +68,7 @@ def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:
 
 
 def parts_of_ranks(shape: ModelShape, config: ParallelConfig, micro_batches: int) -> list[RankPart]:
-    """What each rank along the pipeline holds.
+    """The part of the model on each rank along the pipeline.
 
     Micro-batches in flight on rank r of P: all M (gpipe); at most P − r (1f1b: Narayanan et al. 2019, PipeDream);
     with V stages per rank, 2(P − r − 1) + (V − 1)P + 1 passes of one stage each (interleaved: Narayanan et al. 2021,

@@ -1,6 +1,6 @@
 """`audit`: was every document of every epoch trained exactly once? From the run directory alone.
 
-    documents.jsonl   the documents of each step, and with an epoch's first step what it carries and drops
+    documents.jsonl   the documents of each step, and in an epoch's first step the documents that it carries and drops
     metrics.jsonl     the numbers of steps and of documents, and which steps were skipped: written apart
     checkpoints       the position from which a run resumes, and the hash of documents.jsonl at that step
 
@@ -252,7 +252,7 @@ def _close(
 
 
 def _repetitions(name: str, epoch: _EpochRecords, plan: _PlanRecord, repeated: Integers) -> Iterator[str]:
-    """Where each of the first repeated documents of an epoch is, and how many more there are."""
+    """The steps of each of the first repeated documents of an epoch, and the number of others."""
     for document in repeated[:MOST_NAMED].tolist():
         steps = zip(epoch.steps, epoch.documents, strict=True)
         places = [f"step {step:,}" for step, each in steps for _ in range(int((each == document).sum()))]

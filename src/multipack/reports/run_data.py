@@ -40,7 +40,7 @@ class Lines:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the lines so far."""
+        """Problems of the lines so far, a sentence each."""
         found = []
         if self._broken:
             more = f" and {len(self._broken) - 1:,} more" if len(self._broken) > 1 else ""
@@ -166,7 +166,7 @@ class RunData:
 
     @property
     def end(self) -> dict[str, Any] | None:
-        """How the last process ended; None while it runs, or if it was killed."""
+        """The recorded end of the last process; None while it runs, or if it was killed."""
         last = self.history[-1] if self.history else {}
         return last if last.get("event") == "end" else None
 

@@ -350,7 +350,7 @@ def loss_curve(found: RunData, columns: int) -> list[str]:
 
 
 def markdown(found: Sequence[RunData]) -> str:
-    """A summary of runs in Markdown, after the settings in which they differ."""
+    """A summary of runs in Markdown, below the settings in which they differ."""
     lines = []
     if differing := differences(found):
         heads = "".join(f" {_cell(name)} |" for name in run_names(found))

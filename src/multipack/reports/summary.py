@@ -274,7 +274,7 @@ def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
 
 
 def audit_rows(found: Audit) -> Rows:
-    """Return rows about the documents of each epoch of a run, and what is wrong."""
+    """Return rows about the documents of each epoch of a run, and problems."""
     rows = []
     for each in found.epochs:
         whole = f" of {each.planned:,}" if each.planned is not None else ""

@@ -31,7 +31,7 @@ MOST_WARNINGS = 3
 
 
 class LiveRun:
-    """A run directory that another process is writing; `update` reads what is new."""
+    """A run directory that another process is writing; `update` reads new records."""
 
     def __init__(self, path: Path) -> None:
         self.found = read_run(path)
@@ -56,7 +56,7 @@ class LiveRun:
         return found
 
     def frame(self, columns: int, rows: int, now: float) -> RenderableType:
-        """What a terminal of this size shows; `now` is the time in seconds since the epoch."""
+        """The picture for a terminal of this size; `now` is the time in seconds since the epoch."""
         found = self.found
         step, total = int(found.steps.last("step")) if len(found.steps) else 0, found.total_steps
         parts: list[RenderableType] = [

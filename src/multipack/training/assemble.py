@@ -62,7 +62,7 @@ from multipack.training.weights import Reader, TrainedWeights, adapt_weights, fi
 
 @dataclass(frozen=True)
 class Opening:
-    """Where a run takes place.
+    """The place of a run: its directory and its ranks.
 
     Attributes:
         config: the settings, with the run directory and the day on which the run starts, equal on all ranks.
@@ -339,9 +339,9 @@ def open_model(
 
 
 def run_cost(config: Config, shape: ModelShape, checkpoint: Checkpoint | None = None) -> CostModel:
-    """The cost that a run plans with: FLOPs of its shape and of what is trained.
+    """The cost that a run plans with: FLOPs of its shape and of its trained matrices.
 
-    Runs with adapters of earlier versions were planned as if all matrices were trained: resumed ones keep that plan.
+    Earlier versions planned runs with adapters as if all matrices were trained; a resumed run keeps this plan.
     """
     adapter = config.adapter if config.adapter.name != "none" else None
     cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)

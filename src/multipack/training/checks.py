@@ -22,7 +22,7 @@ from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
 
 Kind = Literal["documents", "pairs", "labels"]
-"""What the documents of a run are: each its own item, preference pairs, or labeled answers."""
+"""Kind of a run's documents: single documents, preference pairs, or labeled answers."""
 
 
 class Refusal(NamedTuple):

@@ -131,7 +131,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate.
+    """A request to evaluate: the weights and the settings.
 
     Attributes:
         path: folder of the run, the checkpoint or the model.

@@ -49,7 +49,7 @@ SOMETIMES: dict[str, str] = {
     "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
     "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
 }
-"""Metric → meaning, of those that depend on the run: several ranks, steps that may be skipped."""
+"""Metric → meaning, for metrics that depend on the run: several ranks, steps that may be skipped."""
 
 
 def step_metrics(

@@ -77,7 +77,7 @@ class Objective:
         self.prepare()
 
     def prepare(self) -> None:
-        """Read the settings; raises a ValueError for those that do not apply."""
+        """Read the settings; raises a ValueError for a setting that does not apply."""
         check_kind(self.config, "documents")
 
     def shape(self, shape: ModelShape) -> ModelShape:

@@ -1,4 +1,4 @@
-"""What a run prints: the header, from which the run can be understood later, and the closing report."""
+"""The output of a run: the header, from which the run can be understood later, and the closing report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEADER_LINES = 8
 
 
 def print_header(run: Trainer, seconds: float) -> None:
-    """Print what is trained, on which documents and where; building the run took `seconds`.
+    """Print model, documents, plan and device; building the run took `seconds`.
 
     With `log.verbose`, also everything that the run resolved, the planner's report, and the legend of metrics.
     """
@@ -240,7 +240,7 @@ def header_rows(run: Trainer) -> Rows:
 
 
 def _adapter_rows(run: Trainer) -> Rows:
-    """What adapters train, and of which weights."""
+    """Rows on adapters: trained matrices and frozen weights."""
     adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
     if saved is None:
         return []
@@ -266,7 +266,7 @@ def _adapter_rows(run: Trainer) -> Rows:
 
 
 def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], frozen: int) -> str:
-    """How many of the frozen parameters are quantized, and how."""
+    """Number and format of the quantized parameters, as text."""
     if adapter.format is None:
         return ""
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
@@ -275,7 +275,7 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
 
 
 def _execution(config: Config) -> str:
-    """How steps are computed: precision, shapes of packs, compilation, activation checkpointing."""
+    """One line on computation: precision, shapes of packs, compilation, activation checkpointing."""
     train, slots = config.train, config.pack_slots
     parts = [
         f"forward passes in {train.dtype}",
@@ -288,7 +288,7 @@ def _execution(config: Config) -> str:
 
 
 def _evaluation(run: Trainer) -> str:
-    """When the run evaluates, and on how much."""
+    """One line on evaluation: its steps, packs and sample."""
     train, feeds = run.config.train, run.feeds
     if feeds.validation is None:
         return "never"
@@ -300,7 +300,7 @@ def _evaluation(run: Trainer) -> str:
 
 
 def _checkpoints(train: TrainConfig) -> str:
-    """When the run saves, and what it keeps."""
+    """One line on checkpoints: the steps that are saved, and the number that is kept."""
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += ["at the lowest validation loss so far"] if train.keep_best else []
     kept = f"the newest {train.keep_checkpoints}" if train.keep_checkpoints else "all"

@@ -128,7 +128,7 @@ class Trainer:
         if not math.isfinite(self.val_loss):
             diverged(self.config, self.feed, f"the validation loss after step {self.step} is not finite")
         self._publish(values)
-        # The best checkpoint is one of those that are saved: other evaluations do not count.
+        # Only evaluations of saved steps count for the best checkpoint.
         saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
         if saved and (self.best is None or self.val_loss < self.best):
             self.best, self.best_step = self.val_loss, self.step

@@ -39,7 +39,7 @@ from multipack.training.run_config import saved_adapter, saved_shape
 from multipack.words import read_yaml
 
 Weights = Literal["latest", "best", "ema"]
-"""Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
+"""Weights of a run: the newest, the best (lowest validation loss), or the newest moving average."""
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
 AVERAGE = f"{MovingAverage.name}."

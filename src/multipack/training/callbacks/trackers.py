@@ -140,7 +140,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads.
 
-    Settings are parameters of the run, and those that a resumed run changes are tags.
+    Settings are parameters of the run; settings that a resumed run changes are tags.
     """
 
     def __init__(self, run: TrackedRun) -> None:
