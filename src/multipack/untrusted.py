@@ -102,7 +102,7 @@ def from_folder(kind: Any, source: Any, **options: Any) -> Any:
     Args:
         kind: a class of transformers, such as AutoTokenizer.
         source: the folder, or a name on the hub.
-        options: of `from_pretrained`.
+        options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: it needs such code; or any error of transformers.

@@ -44,7 +44,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """A rendezvous of the processes of this host alone: one store of bytes and JSON, which no other host reaches.
 
     Args:
-        port: of the store; 0 = a free one.
+        port: port of the store; 0 = a free one.
         run_id: prefix of the keys.
 
     Raises:

@@ -44,7 +44,7 @@ class Blueprint:
         build: (first, stop) → these blocks of the model, under their names in the whole; None → the whole model.
             Weights are arbitrary where ranks do not hold the whole: `initial` gives them.
         layers: number of blocks.
-        width: of the hidden states between blocks.
+        width: width of the hidden states between blocks.
         shapes: names and shapes of all parameters.
         initial: the initial weights, see `materialize`.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
@@ -87,9 +87,9 @@ def build_engine(
         optimizer: makes the optimizer of this rank's parameters.
         mesh: the ranks; without a process group every strategy is plain training.
         config: the strategies.
-        dtype: of forward passes.
-        micro_batches: per rank and step; a pipeline is built for this number.
-        clock: seconds.
+        dtype: precision of forward passes.
+        micro_batches: micro-batches per rank and step; a pipeline is built for this number.
+        clock: returns seconds.
 
     Raises:
         ValueError: the strategies cannot be applied to this model.

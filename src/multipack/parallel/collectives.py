@@ -93,7 +93,7 @@ def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
         rank 2   a₂ b₂ c₂ ─┘     └─▶ Σ cᵣ
 
     Args:
-        tensor: of one shape on all ranks; its first dimension is a multiple of their number.
+        tensor: a tensor of one shape on all ranks; its first dimension is a multiple of their number.
         group: the ranks that take part.
 
     Returns:
@@ -119,7 +119,7 @@ def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Gro
     the heads, (T, H/n, D): the exchange of Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509).
 
     Args:
-        tensor: of one shape on all ranks; `split_dim` is a multiple of their number.
+        tensor: a tensor of one shape on all ranks; `split_dim` is a multiple of their number.
         split_dim: dimension along which it is split.
         join_dim: dimension along which pieces are joined, in the order of their ranks.
         group: the ranks that take part.

@@ -73,7 +73,7 @@ def divide_context(
 
     Args:
         model: has modules with `attend`, an `Attend`.
-        mesh: of one dimension; its ranks hold the same model and get the same packs.
+        mesh: a mesh of one dimension, whose ranks hold the same model and get the same packs.
         placing: how documents are placed on ranks; None = every pack is exchanged by Ulysses.
 
     Returns:

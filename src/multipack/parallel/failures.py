@@ -139,8 +139,8 @@ class Watch(Alone):
         Waits for the reports of other ranks, up to 8 seconds. An error that was reported before is returned.
 
         Args:
-            error: of this rank.
-            one_line: whether to print its message only, without a traceback; None = of `ValueError` and `OSError`.
+            error: an error of this rank.
+            one_line: whether to print no traceback; None = for `ValueError` and `OSError`.
 
         Returns:
             The error; `LostRank` in its place if it only says that another rank is missing.

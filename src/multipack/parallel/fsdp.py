@@ -49,7 +49,7 @@ def shard(
 
     Args:
         model: has `blocks`; must be called as a module, because hooks of its forward pass gather parameters.
-        mesh: of one dimension (shards), or of two (groups that hold the same shards, shards).
+        mesh: a mesh of one dimension (shards), or of two (groups that hold the same shards, shards).
         reshard: free a block's parameters after its forward pass and gather them again for its backward pass.
         dtype: dtype of gathered parameters, and so of the computation: bfloat16 gathers half the bytes. Shards,
             reduction, optimizer and inputs such as rotary tables stay float32. Not float16: its scaled gradients would

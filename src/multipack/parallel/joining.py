@@ -96,7 +96,7 @@ def joined(
     Args:
         ranks: this process.
         address: host and port of the store.
-        device: of this process.
+        device: device of this process.
         timeout_seconds: how long a collective waits for a missing rank before it raises.
         command: command that started this process.
     """

@@ -32,7 +32,7 @@ class MappedFiles:
 
     Args:
         folder: existing folder.
-        rank: of this process.
+        rank: rank of this process.
 
     Raises:
         ValueError: there is no such folder, or it cannot be written.

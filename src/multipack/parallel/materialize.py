@@ -51,7 +51,7 @@ def materialize(
         source: returns the whole value of a parameter, on the world's device or on the CPU.
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
         world: all ranks.
-        device: of the parameters; None = the world's.
+        device: device of the parameters; None = the world's.
         empty_like: a parameter on the meta device → one with memory; None = on `device`.
         dtypes: name → dtype of the parameters whose dtype differs from the others'.
         from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank

@@ -24,7 +24,7 @@ class OptimizerRow:
 
     Attributes:
         title: the algorithm, in the header of a run.
-        module: of training/, with its function.
+        module: module in training/ with its function.
         state_bytes: bytes of the moments of an element, with their scales.
         matrix_bytes: the same in matrices of blocks, if it updates only these and AdamW all others.
         needs: the unit that a rank must hold whole, on the device, to update an element.

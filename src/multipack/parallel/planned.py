@@ -87,7 +87,7 @@ class Schedule(Movable):
         """The work of a rank.
 
         Args:
-            placement: of the pack's documents.
+            placement: placement of the pack's documents.
             rank: the rank.
             slots: slots that the rank computes, with padding; 0 = one for each of its tokens.
         """

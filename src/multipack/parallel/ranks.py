@@ -53,7 +53,7 @@ class Ranks:
     """One process of a run.
 
     Attributes:
-        rank: of this process, 0 … size − 1.
+        rank: rank of this process, 0 … size − 1.
         size: number of processes of the run.
         local_rank: rank of this process on its host.
         local_size: number of processes on this host; 0 = unknown.

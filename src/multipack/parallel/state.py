@@ -127,7 +127,7 @@ def squared_norms(
 
     Args:
         tensors: what this rank holds, by name; missing ones count as zeros.
-        names: of all the model's tensors, the same on every rank.
+        names: names of all tensors of the model, the same on every rank.
         mesh: the ranks.
         duplicates: names that this rank holds and another stage of its pipeline counts.
     """

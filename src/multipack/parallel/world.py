@@ -27,7 +27,7 @@ class World:
         rank, size: rank of this process, and number of processes.
         local_rank: rank of this process on its host.
         device: where this process computes.
-        backend: of the process group: gloo, nccl, or none, as in a run of one process.
+        backend: backend of the process group: gloo, nccl, or none, as in a run of one process.
         launcher, command: launcher and command that started this process.
         timeout_seconds: how long a collective waits for a missing rank.
         groups: process groups made so far: see `subgroup`.

@@ -113,7 +113,7 @@ class StepApplier:
     """Applies steps after their backward passes, and reads and records their numbers, all in order.
 
     Args:
-        parts: of the run.
+        parts: parts of the run.
         stop: agrees on a signal that a rank received.
         record: gets the metrics of every step.
 

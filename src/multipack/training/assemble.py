@@ -127,7 +127,7 @@ class Parts:
         feeds: packs of steps and of evaluations.
         callbacks: in the order in which they are called.
         files: writes the files of the run.
-        notes: of all phases, for the header of the run.
+        notes: notes of all phases, for the header of the run.
     """
 
     opening: Opening
@@ -363,8 +363,8 @@ def shape_of(
     config.json, because its folder may have changed.
 
     Args:
-        config: of the run.
-        tokenizer: of the documents.
+        config: settings of the run.
+        tokenizer: tokenizer of the documents.
         initial: the weights that are read, whose family the run keeps.
         resumed: the checkpoint of a resumed run.
 

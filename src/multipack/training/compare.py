@@ -75,7 +75,7 @@ def compare_with_padding(
     Weights stay as they are, but the optimizer's state does not: call it after the last step of a run.
 
     Args:
-        engine: of a world with one process.
+        engine: an engine in a world of one process.
         documents: the training documents of the plan.
         plan: its first steps are compared.
         batch_size: documents in a padded batch.

@@ -50,9 +50,9 @@ class SetLoss:
     """The loss of a set of documents.
 
     Attributes:
-        name: of the source in a mixture; empty for all documents.
-        documents: their number; a preference pair is one.
-        targets: their target tokens.
+        name: source in a mixture; empty for all documents.
+        documents: number of documents; a preference pair is one.
+        targets: number of target tokens.
         loss: mean loss, weighted as in training (`train.loss_weighting`).
         perplexity: e^loss; None if the loss is no mean over tokens.
     """

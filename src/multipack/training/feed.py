@@ -44,13 +44,13 @@ class StepData:
         target_tokens: targets over all ranks.
         denominator: divisor of the step's summed loss, over all ranks.
         documents: document numbers of all ranks.
-        lengths: their tokens.
+        lengths: tokens of each of these documents.
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
         computed: computed slots, and their attention, for `CostModel.flops`.
-        packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
+        packs: packs of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
-        index: of the step in its epoch's plan, from 0.
-        plan: of the epoch; None for a stream.
+        index: index of the step in its epoch's plan, from 0.
+        plan: plan of the epoch; None for a stream.
     """
 
     micro_batches: list[PackedBatch]

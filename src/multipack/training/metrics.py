@@ -87,7 +87,7 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
     Args:
         metrics: record of the step.
         steps: last step of the run.
-        val_loss: of the last evaluation; None = there was none.
+        val_loss: validation loss of the last evaluation; None = there was none.
         seconds_left: estimated time to the end of the run.
     """
     step = f"step {metrics['step']:>{len(str(steps))}.0f}/{steps}"

@@ -95,7 +95,7 @@ def freeze(
     """Set requires_grad=False on frozen parameters. Call it before DDP or FSDP, which read requires_grad once.
 
     Args:
-        parameters: of this rank, by name.
+        parameters: parameters of this rank, by name.
         config: the rules.
         whole: all parameters of the model, to match rules with; None = `parameters`.
 

@@ -57,9 +57,9 @@ class RunLog:
 
         Args:
             step: global step, from 1.
-            numbers: of the documents on all ranks.
-            index: of the step in its epoch, from 0.
-            plan: of the epoch; None for a stream.
+            numbers: document numbers of all ranks.
+            index: index of the step in its epoch, from 0.
+            plan: plan of the epoch; None for a stream.
         """
         line: dict[str, Any] = {"step": step, "epoch": plan.epoch if plan else 0, "index": index}
         if plan is not None and index == 0:

@@ -54,7 +54,7 @@ def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: Model
     Args:
         files: see `source_files`.
         config: content of a config.json that describes the model.
-        shape: of the model.
+        shape: shape of the model.
     """
     kept = read_object(files, CONFIG)
     if shape.architecture:

@@ -34,7 +34,7 @@ class Trainer:
     Files are written only after the checkpoint is loaded.
 
     Args:
-        parts: of the run; see `assemble`. Those that the loop calls are attributes.
+        parts: parts of the run, see `assemble`; the parts that the loop calls are attributes.
         console: prints progress.
 
     Attributes:

@@ -17,8 +17,8 @@ class ValidationPart(NamedTuple):
     """The validation documents of one source.
 
     Attributes:
-        name: of the source; empty outside of mixtures.
-        loader: their packs on this rank.
+        name: name of the source; empty outside of mixtures.
+        loader: packs of the documents on this rank.
         steps: global steps of an evaluation.
     """
 

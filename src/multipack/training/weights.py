@@ -53,7 +53,7 @@ class TrainedAdapter:
     Attributes:
         config: its settings.
         read: name of a trained parameter → its value.
-        names: of the trained parameters.
+        names: names of the trained parameters.
         quantized: names of the frozen parameters that were quantized while it was trained.
         alphas: matrix → its alpha, where it differs from `config.alpha`; only in adapters of peft.
     """
@@ -209,8 +209,8 @@ def adapt_weights(
 
     Args:
         initial: see `find_weights`.
-        shape: of the run's decoder, with rows for the whole tokenizer.
-        tokenizer: of the run's documents. Every token of the initial tokenizer must have the same number in it.
+        shape: shape of the run's decoder, with rows for the whole tokenizer.
+        tokenizer: the run's tokenizer. Every token of the initial tokenizer must have the same number in it.
         setting: the setting that names these weights, for messages.
 
     Returns:

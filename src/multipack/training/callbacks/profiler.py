@@ -66,7 +66,7 @@ class Trace(Callback):
     On a CUDA `device` its kernels are traced too. A resumed run keeps its earlier trace.
 
     Attributes:
-        communication: of the traced steps, see `communication`; empty before the trace is written.
+        communication: communication of the traced steps, see the function; empty before the trace is written.
     """
 
     name = "trace"
