@@ -67,7 +67,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe without a writer is opened, too, instead of being awaited."""
+    """Open a file without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -151,7 +151,7 @@ def is_free(path: Path, leftovers: bool = False) -> bool:
 
 
 def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
-    """Rename a complete folder to `path`; `replace` allows that another folder is there.
+    """Rename a complete folder to `path`; `replace` removes another folder there.
 
     Raises:
         FileExistsError: another process has made something of this name.

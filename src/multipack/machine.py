@@ -80,11 +80,11 @@ class Finding:
     """One result of `multipack doctor`.
 
     Attributes:
-        name: what was checked.
+        name: subject of the check.
         status: `fail` = training does not work, or a run is damaged; `warn` = it is slower, or fails in some setups.
         detail: the finding in words.
         remedy: advice; empty if the status is `ok`.
-        area: subject of the check.
+        area: group of checks that it belongs to.
     """
 
     name: str

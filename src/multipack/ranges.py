@@ -49,7 +49,7 @@ def ranges_of(schema: type) -> dict[str, Range]:
 
 
 def check_ranges(group: Any, prefix: str = "") -> None:
-    """Check the fields of a dataclass, whose settings are called `prefix` and the field's name.
+    """Check the ranges of a dataclass; a message names a setting by `prefix` and the name of the field.
 
     Raises:
         ValueError: a number is outside its range.

@@ -253,7 +253,7 @@ def launch(
     """Print the command and execute it in place of this process.
 
     Args:
-        request: what to start.
+        request: the command and its processes.
         hostfile: file of hosts; empty = the job's hosts.
         dry_run: print the command without executing it.
         check: called with the number of processes; raises a ValueError if the words do not suit it.

@@ -122,7 +122,7 @@ class Workload:
 
     @property
     def widens_norms(self) -> bool:
-        """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
+        """Whether RMSNorm saves float32 copies of its input and of its result before the weights are applied."""
         return self.device == "cpu" and self.shape.norm != "layernorm" and self.stream < FLOAT32
 
     def saved_by_block(self) -> dict[str, int]:

@@ -72,9 +72,9 @@ def divide_context(
     The number of heads follows from the tensors, so tensor parallelism may be applied first.
 
     Args:
-        model: has modules with `attend`, an `Attend`.
+        model: a model of modules with `attend`, an `Attend`.
         mesh: a mesh of one dimension, whose ranks hold the same model and get the same packs.
-        placing: how documents are placed on ranks; None = every pack is exchanged by Ulysses.
+        placing: rule that places documents on ranks; None = every pack is exchanged by Ulysses.
 
     Returns:
         A function from a pack to this rank's share, which the model takes instead. It counts targets, so call it

@@ -48,7 +48,7 @@ def shard(
     on the meta device. Gradients are averaged over the mesh, in float32.
 
     Args:
-        model: has `blocks`; must be called as a module, because hooks of its forward pass gather parameters.
+        model: a model with `blocks`; call it as a module, because hooks of its forward pass gather parameters.
         mesh: a mesh of one dimension (shards), or of two (groups that hold the same shards, shards).
         reshard: free a block's parameters after its forward pass and gather them again for its backward pass.
         dtype: dtype of gathered parameters, and so of the computation: bfloat16 gathers half the bytes. Shards,

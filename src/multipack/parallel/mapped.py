@@ -94,7 +94,7 @@ class MappedOptimizer(torch.optim.Optimizer):
 
     Args:
         wrapped: the optimizer, without state yet.
-        files: where state is kept.
+        files: files of the state.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, files: MappedFiles) -> None:

@@ -126,7 +126,7 @@ def squared_norms(
     Σ over ranks of |piece|² / copies, where `copies` ranks hold the same piece.
 
     Args:
-        tensors: what this rank holds, by name; missing ones count as zeros.
+        tensors: this rank's tensors by name; missing ones count as zeros.
         names: names of all tensors of the model, the same on every rank.
         mesh: the ranks.
         duplicates: names that this rank holds and another stage of its pipeline counts.

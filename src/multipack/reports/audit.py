@@ -37,8 +37,8 @@ class EpochAudit:
     """The documents of an epoch.
 
     Attributes:
-        epoch: its number, from 0.
-        total: its documents, without those carried in; None where unknown: of a stream, or without its first step.
+        epoch: number of the epoch, from 0.
+        total: number of documents, without carried-in ones; None = unknown, as for a stream or without a first step.
         steps, planned: recorded steps, and steps of its plan (None: unknown).
         trained: documents in these steps, each counted as often as it was trained.
         carried_in, carried, dropped: numbers of documents.

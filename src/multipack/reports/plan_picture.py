@@ -13,7 +13,7 @@ from multipack.data.text.skipped import counted
 from multipack.machine import import_extra
 
 COLORS = "viridis"
-"""Color map of lengths and costs: even in lightness, so that it reads without hue."""
+"""Color map of lengths and costs: lightness rises evenly, so that it can be read without hue."""
 FREE, INK, ACCENT, MARK = "#dfe2e7", "#1c2330", "#0067a8", "#c2570c"
 
 

@@ -1,4 +1,4 @@
-"""Values of a run's files, which may be torn, edited or of another version: as they are expected, or nothing."""
+"""Checked values of a run's files, which may be torn, edited or of another version: others are None, NaN or empty."""
 
 from __future__ import annotations
 

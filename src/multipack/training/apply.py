@@ -114,12 +114,12 @@ class StepApplier:
 
     Args:
         parts: parts of the run.
-        stop: agrees on a signal that a rank received.
-        record: gets the metrics of every step.
+        stop: the request to stop; ranks agree on a signal that one of them received.
+        record: called with the metrics of every step.
 
     Attributes:
         step: number of the step that was applied last.
-        steps: number of the last step of the run, to which the learning rate is scheduled.
+        steps: number of steps of the run, for the learning-rate schedule.
         loss: loss of the step that was read last.
         running: summed loss since the last evaluation, and its denominator.
     """
@@ -140,7 +140,7 @@ class StepApplier:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Count seconds of the next step from now: an evaluation or a checkpoint has ended."""
+        """Start the clock of the next step now, after an evaluation or a checkpoint."""
         self._mark: Any = self._engine.clock.mark()
 
     def apply(self, step: int, data: StepData, result: StepResult) -> None:

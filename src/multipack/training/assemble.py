@@ -102,7 +102,7 @@ class OpenModel:
 
     Attributes:
         config: the settings, resolved.
-        objective: what is trained, on which documents.
+        objective: the objective, with the documents.
         shape: shape of the model.
         cost_model: the cost that plans balance, and FLOPs.
         engine: this rank's part of the model.

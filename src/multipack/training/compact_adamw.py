@@ -54,8 +54,8 @@ class CompactAdamW(torch.optim.Optimizer):
     `exp_avg_scale` and `exp_avg_sq_scale` with one column per block. Shards may divide rows, but not columns.
 
     Args:
-        groups: as torch's AdamW, with `lr` and `weight_decay`; and `names`, in the order of `params`.
-        moments: how they are stored.
+        groups: groups as for torch's AdamW, with `lr`, `weight_decay`, and `names` in the order of `params`.
+        moments: format of the moments.
         options: `lr`, `betas` and `eps`, the defaults of groups.
     """
 

@@ -81,9 +81,9 @@ def _hash_of(folder: Path) -> str:
 
 
 def _sampled(folder: Path) -> Iterator[str]:
-    """The hashes that earlier versions may have made of these files: of 256 samples of 16 KiB of each.
+    """Hashes of earlier versions, of 256 samples of 16 KiB of each file, with JSON files in every order.
 
-    JSON files were in the order in which the file system listed them.
+    Those versions hashed JSON files in the order in which the file system listed them.
     """
     files = sorted(folder.glob("*.safetensors")) if is_export(folder) else [folder / COMPLETE]
     weights = b"".join(map(_samples, files))

@@ -87,7 +87,7 @@ def check_adapter(before: AdapterConfig, now: AdapterConfig) -> None:
 
 
 def _equal(before: Any, now: Any) -> bool:
-    """Whether values are equal, also where one is text or a list that a file holds in place of a number or a tuple."""
+    """Whether values are equal; a file may hold text in place of a number, and a list in place of a tuple."""
     if isinstance(now, tuple | list):
         return isinstance(before, tuple | list) and list(before) == list(now)
     return bool(before == now) or str(before) == str(now)

@@ -41,7 +41,7 @@ class PackLoaders:
         Each source of a mixture is planned alone, so that it has a loss.
 
         Raises:
-            ValueError: there are none, none has a target, or they are fewer than the ranks.
+            ValueError: there are no validation documents, fewer than ranks, or none with a target.
         """
         corpus, limit = self._objective.corpus, self._config.train.eval_packs
         documents = corpus.validation

@@ -54,7 +54,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, 
     """Peak FLOP/s of one device: published for bf16 on known GPUs, else the fastest of repeated square matmuls.
 
     Args:
-        device: where to measure.
+        device: the device to measure.
         dtype: dtype of the matrices.
         seconds: time after which no further matmul starts.
         size: rows and columns of the matrices; 0 = 256, 512 and 768 in turn on a CPU, 8192 on a GPU.

@@ -23,7 +23,7 @@ from multipack.training.run_log import RunLog
 
 
 class RunFiles:
-    """Writes the files of a run; `source` are the small files of the model that it starts with.
+    """Writes the files of a run; `source` holds the small files of the model that it starts with.
 
     Attributes:
         log: records and samples; on rank 0 only, after `open`.

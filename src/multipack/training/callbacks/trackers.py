@@ -2,7 +2,7 @@
 
 To add one, write a class like `Tracker`, its row in `TRACKERS`, and its name in settings.py. Trackers start with the
 first record, when the run directory exists. The ids of their runs are part of checkpoints, so that a resumed run
-continues in the same ones. A tracker that raises is reported once and no longer used.
+continues them. A tracker that raises is reported once and no longer used.
 """
 
 from __future__ import annotations
