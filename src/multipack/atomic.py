@@ -303,7 +303,7 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-        except PermissionError:  # another user's, which is locked as well if it can be read
+        except PermissionError:  # another user's file, which can be locked if it can be read
             descriptor = os.open(path, os.O_RDONLY | flags)
         is_held = False
         try:

@@ -262,7 +262,7 @@ class _Work:
 
         merged, totals = Saved(q, keys, values, out, lse), (dq, of_keys, of_values)
         add_gradients(of_block, schedule.blocks, upstream, merged, totals)
-        del pairs, keys, values, merged  # before as large tensors are made
+        del pairs, keys, values, merged  # frees them before tensors of this size are made
         arranged = torch.empty_like(gradients)
         arranged[schedule.order] = gradients
         count = len(schedule.kept)

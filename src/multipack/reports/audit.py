@@ -283,7 +283,7 @@ def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers
     values, counts = np.unique(documents, return_counts=True)
     inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
     widths = np.diff(inside) - 1
-    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be any number: no array is as long
+    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be huge: no array has this length
     shown = [inside[gap] + 1 + np.arange(min(widths[gap], MOST_NAMED)) for gap in gaps.tolist()]
     again = []
     for value, extra in zip(*np.unique(twice, return_counts=True), strict=True):

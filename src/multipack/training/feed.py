@@ -222,7 +222,8 @@ class StreamFeed:
         digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
-        # Equal on all ranks if and only if ranks · Σ d² = (Σ d)²: exact, since whole numbers below 2⁵³ are.
+        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 holds whole numbers below 2⁵³
+        # exactly.
         values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
         stopped, late, total, squares = (int(each) for each in world.sum(values))
         if late and not self.late:

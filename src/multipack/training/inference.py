@@ -68,7 +68,7 @@ def _device(device: str) -> torch.device:
         RuntimeError,
         AssertionError,
         NotImplementedError,
-    ) as error:  # torch raises each for devices it lacks
+    ) as error:  # torch raises any of these for a device that it lacks
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
 
