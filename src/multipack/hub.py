@@ -1,4 +1,4 @@
-"""Folders of models that are given by a path, by a name on the Hugging Face hub, or as a GGUF file.
+"""Local folders of models: from a path, a name on the Hugging Face hub, or a GGUF file.
 
     NAME[@REV]   a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
     FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, once for its content

@@ -114,7 +114,7 @@ class RunDirectory:
         """The folder of the newest complete checkpoint: the one that `latest` names, if that file is there.
 
         Raises:
-            FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names a missing one.
+            FileNotFoundError: this is not a run directory, it has no checkpoint, or `latest` names a missing one.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")

@@ -58,7 +58,7 @@ def foreign_errors(where: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+    except BaseException as error:  # a panic of a library in Rust is not an `Exception`
         raise ValueError(f"{where}: {reason_of(error)}") from error
 
 
@@ -79,7 +79,7 @@ def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False)
         whole: they must match whole names.
 
     Raises:
-        ValueError: one is no regular expression, or takes too long.
+        ValueError: one is not a regular expression, or takes too long.
     """
     try:
         ended = subprocess.run(

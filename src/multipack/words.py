@@ -189,7 +189,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested groups by full name, `group.key`; in a group, {} is a value.
 
     Raises:
-        ConfigError: a name is there twice, as in `plan.capacity: 5` beside `plan: {capacity: 6}`.
+        ConfigError: a name occurs twice, as in `plan.capacity: 5` and `plan: {capacity: 6}`.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -209,7 +209,7 @@ def as_text(value: Any) -> str:
 
 
 def byte_count(text: str) -> float:
-    """Return the number of bytes of a size such as `80GiB`, `1.5 MB` or `64B`; 0 if the text is no size."""
+    """Return the number of bytes of a size such as `80GiB`, `1.5 MB` or `64B`; 0 if the text is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", text.strip())
     if found is None:
         return 0.0

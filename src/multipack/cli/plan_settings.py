@@ -116,7 +116,7 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
     of the report: `seed` stands for `train.seed`, `context` for `parallel.context`.
 
     Raises:
-        ConfigError: a word is invalid, or nothing is given to plan.
+        ConfigError: a word is invalid, or no word names documents to plan.
     """
     paths = [
         word for number, word in enumerate(words) if "=" not in word and (not number or Path(word).exists())

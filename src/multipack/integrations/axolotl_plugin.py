@@ -324,6 +324,6 @@ class SamplerCheck(TrainerCallback):
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the epoch, also of a resumed run."""
+        """Begin the epoch, in a resumed run too."""
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))

@@ -41,7 +41,7 @@ Bins = list[list[int]]
 """Bins of document numbers."""
 
 STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
-"""Keys of a saved state beside its identity."""
+"""Keys of a saved state, in addition to its identity."""
 
 MOST_BINS = 256
 """Maximum number of bins planned together: with more, bins are hardly fuller and planning time grows superlinearly."""
@@ -169,7 +169,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return self._current().left
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, also of the inner sampler; no effect if it is already the current one."""
+        """Begin an epoch here and in the inner sampler; no effect if it is already the current one."""
         if check_integer("epoch", epoch, 0) == self.epoch:
             return
         self._go_to(int(epoch))

@@ -63,7 +63,7 @@ class PackedDataCollator:
         dtype: dtype of an additive mask: the model's.
         window: required for `4d_mask`: tokens that a token attends to, itself included; None = all before it in its
             document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
-            `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
+            `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
         limit: longest document; a longer one is an error. In a loop of your own use `isolation_probe(model).limit`:
             the model would rotate all documents of a row by the length of a longer document.
 

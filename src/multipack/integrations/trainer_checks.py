@@ -208,11 +208,11 @@ def whole_checkpoint(given: Any, folder: str) -> Any:
     Trainer writes a checkpoint in place, its state at the end: a killed process leaves the last one incomplete.
 
     Args:
-        given: `resume_from_checkpoint`: True, the path of a checkpoint, or nothing.
+        given: `resume_from_checkpoint`: True, the path of a checkpoint, or None.
         folder: `output_dir`.
 
     Raises:
-        ValueError: the state of the given checkpoint cannot be read, or no checkpoint's can.
+        ValueError: the state of the named checkpoint, or of every checkpoint, cannot be read.
     """
     if given is not True and not isinstance(given, str | Path):
         return given

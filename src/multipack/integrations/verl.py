@@ -83,8 +83,8 @@ def rearrange_micro_batches(
         ⌈tokens / max_token_len⌉, and more where that many cannot hold the sequences.
 
     Raises:
-        ValueError: a group is longer than `max_token_len`, a rank has fewer groups than micro-batches, or its sequences
-            are no multiple of `force_group_size`.
+        ValueError: a group is longer than `max_token_len`, a rank has fewer groups than micro-batches, or the number of
+            its sequences is not a multiple of `force_group_size`.
     """
     lengths, size = _lengths_of(batch), check_integer("force_group_size", force_group_size)
     budget = check_integer("max_token_len", max_token_len)

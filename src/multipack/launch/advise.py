@@ -1,7 +1,7 @@
 """Recommend a parallelism for a model and its devices.
 
 The `QUESTIONS` and their order, the smallest change to a model first, follow Sam Foreman's talk Parallel Training
-Methods. The recommendation is the simplest candidate that fits and whose estimated time is close to the fastest one.
+Methods. The recommendation is the simplest candidate that fits and whose estimated time is close to the fastest.
 These times only rank candidates; they do not predict the time of a step.
 """
 
@@ -317,7 +317,7 @@ def smaller_states(request: AdviseRequest) -> Iterator[Candidate]:
 
 
 def quantized(request: AdviseRequest) -> Iterator[Candidate]:
-    """Yield candidates without offload that train adapters beside frozen weights of 4 bits instead of all weights.
+    """Yield candidates without offload that train adapters of frozen 4-bit weights instead of all weights.
 
     Yields nothing if the request has adapters, or memory of hosts for the state of all weights.
     """

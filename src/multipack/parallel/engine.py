@@ -386,7 +386,7 @@ class ModelEngine:
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Name → squared norm of each of the model's tensors, given this rank's pieces; collective."""
+        """Name → squared norm of each of the model's tensors, from this rank's pieces; collective."""
         return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
     def clip(self, max_norm: float) -> float:

@@ -99,7 +99,7 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
 def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
     """Check that ranks which hold the same piece of a tensor hold the same values; collective.
 
-    Pieces are identified by the tensor's name and by their offsets and sizes; tensors that are no `DTensor`s are whole.
+    Pieces are identified by the tensor's name and by their offsets and sizes; plain tensors are whole.
 
     Returns:
         A hash of all pieces of all ranks, the same on every rank.

@@ -351,7 +351,7 @@ class ParallelConfig:
             )
 
     def _nearest_ranks(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
-        """The legal number of ranks of an axis nearest to the given one, with the other axes unchanged."""
+        """The legal number of ranks of an axis nearest to the current one, with the other axes unchanged."""
         given = int(getattr(self, name))
         available = world_size // (self.model_ranks // given)
         return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)

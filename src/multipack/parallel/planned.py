@@ -13,7 +13,7 @@ up to the beginning of its last piece. Ranks exchange them in one all-to-all, wh
 placement, while they compute their own pieces; results merge by their log-sum-exp (ops/attention/kernel.py). Whole
 documents are in no message, and a pack of whole documents needs no all-to-all. The backward pass exchanges keys and
 values again, and returns their gradients to their owners. All ranks call the same collectives in the same order, so
-none waits for ever.
+none waits forever.
 
 A rank with s tokens to send and r to receive (counted once for each receiver) sends s · 2·K·D elements forward and
 (s + r) · 2·K·D backward, of K key heads of width D.
@@ -144,7 +144,7 @@ class Schedule(Movable):
 
 
 def _ranges(parts: Sequence[tuple[int, int]]) -> Tensor:
-    """int64 numbers of consecutive ranges, given as (start, size)."""
+    """int64 numbers of consecutive (start, size) ranges."""
     found = [np.arange(start, start + size) for start, size in parts]
     return torch.from_numpy(np.concatenate(found) if found else np.empty(0, dtype=np.int64))
 

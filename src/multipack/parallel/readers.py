@@ -31,7 +31,7 @@ from multipack.parallel.collectives import scatter_bytes
 from multipack.parallel.mesh import Mesh
 
 FIELDS = "fields"
-"""Name of the tensor of bytes with all values of a batch that are no tensors, as JSON."""
+"""Name of the tensor of bytes that holds all other values of a batch, as JSON."""
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:

@@ -1,4 +1,4 @@
-"""`audit`: was every document of every epoch trained exactly once? From the run directory alone.
+"""`audit`: checks from a run directory alone that every document of every epoch was trained exactly once.
 
     documents.jsonl   the documents of each step, and in an epoch's first step the documents that it carries and drops
     metrics.jsonl     the numbers of steps and of documents, and which steps were skipped: written apart
@@ -115,7 +115,7 @@ def audit(path: str | Path) -> Audit:
     """Account for every document of a run.
 
     Raises:
-        FileNotFoundError: `path` is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: the run has no documents.jsonl: it is of an earlier version, or of log.documents=false.
     """
     run, _ = find_run(path)

@@ -28,7 +28,7 @@ class Lines:
     """The lines of a growing JSON Lines file; each call of `new` returns the records since the last one.
 
     Attributes:
-        problems: one sentence for each kind of lines that are no records.
+        problems: one sentence for each kind of invalid lines.
         torn: whether the last line is incomplete: its writer was killed, or is writing it.
         restarted: whether the last call began again, because the file had been cut.
     """
@@ -53,7 +53,7 @@ class Lines:
         """(number of the line, record) of each complete line that was not returned before.
 
         Raises:
-            ValueError: the file is no regular file, or a line is too long.
+            ValueError: the file is not a regular file, or a line is too long.
         """
         self.restarted = False
         if not self.path.exists():
@@ -175,7 +175,7 @@ def read_run(path: str | Path) -> RunData:
     """Read a run directory; nothing of it is changed.
 
     Raises:
-        FileNotFoundError: it is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: config.yaml cannot be read.
     """
     run, _ = find_run(path)

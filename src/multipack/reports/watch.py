@@ -123,7 +123,7 @@ def watch(
         wait: sleeps; replaced in tests.
 
     Raises:
-        FileNotFoundError: it is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: its config.yaml cannot be read.
     """
     shown = LiveRun(path)

@@ -47,7 +47,7 @@ def padded_batches(
     seed: int,
     loss_weighting: LossWeighting = "token",
 ) -> list[PackedBatch]:
-    """The given documents in random batches of `batch_size`, each padded to its longest document."""
+    """Documents `numbers` in random batches of `batch_size`, each padded to its longest document."""
     shuffled = np.random.default_rng(seed).permutation(numbers)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
     return [

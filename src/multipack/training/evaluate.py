@@ -1,4 +1,4 @@
-"""`evaluate`: the loss of trained weights on given documents, or on the validation documents of their run.
+"""`evaluate`: the loss of trained weights on any documents, or on the validation documents of their run.
 
     run, checkpoint, Hugging Face folder ─▶ settings ─▶ engine ─┐
     data=… | the run's validation documents ─▶ documents ───────┴─▶ losses, by source; metrics of preferences
@@ -54,7 +54,7 @@ class SetLoss:
         documents: number of documents; a preference pair is one.
         targets: number of target tokens.
         loss: mean loss, weighted as in training (`train.loss_weighting`).
-        perplexity: e^loss; None if the loss is no mean over tokens.
+        perplexity: e^loss; None if the loss is not a mean over tokens.
     """
 
     name: str

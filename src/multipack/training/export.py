@@ -8,7 +8,7 @@ FOLDER/
   tokenizer_config.json   special tokens, longest document, chat template
 
 A run that started with a Hugging Face folder writes that folder's settings again: sampling parameters, padding token
-and others, special_tokens_map.json, and the dtype of its weights, where none is given.
+and others, special_tokens_map.json, and the dtype of its weights unless `dtype` names one.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
 
 
 def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> dict[str, Any]:
-    """`pad_token_id` of a model with scores, which reads them at the last token that is no padding.
+    """`pad_token_id` of a model with scores, which reads them at the last token that is not padding.
 
     The initial model's token, or else a special one if possible; it ends no document.
     """
@@ -250,7 +250,7 @@ def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> d
 
 
 def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:
-    """Notes on an adapter that was trained beside quantized weights."""
+    """Notes on an adapter that was trained with quantized frozen weights."""
     if trained.adapter is None or trained.adapter.config.format is None:
         return []
     config, form = trained.adapter.config, trained.adapter.config.format

@@ -28,7 +28,7 @@ _MOST_SETTINGS = 5
 
 
 def check_base(config: AdapterConfig, world: World) -> str:
-    """Check that adapters have the frozen weights that they were trained beside; collective.
+    """Check that adapters have the frozen weights that they were trained with; collective.
 
     One process of each host reads the files, and only once while they stay the same.
 

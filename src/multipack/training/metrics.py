@@ -142,5 +142,5 @@ def duration(seconds: float) -> str:
 
 
 def format_line(metrics: Mapping[str, float]) -> str:
-    """All metrics as one line, in the order given: `step=10 loss=3.1543 dt=0.2828 …`."""
+    """All metrics as one line, in their order: `step=10 loss=3.1543 dt=0.2828 …`."""
     return " ".join(f"{name}={value:{FORMATS.get(name, '.4f')}}" for name, value in metrics.items())

@@ -56,7 +56,7 @@ class Objective:
 
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
-        fine_tuning_lr: peak learning rate from given weights, where none is set.
+        fine_tuning_lr: default peak learning rate of a run that starts with trained weights.
         legend: metric → meaning, of the metrics that the objective adds.
         last_line: metrics of the last evaluation, for the run's last line.
         run_files: name → content of additional files for a new run directory; complete after `views` was called.

@@ -24,7 +24,7 @@ FORM: dict[str, Any] = {
 }
 """An example of each entry. The feed and the sampler check their state, `data`, themselves."""
 AFTER_EVALUATION = {"best": 0.0, "improved": [0, 0.0]}
-"""Entries that are None until the first evaluation, also of callbacks, and an example of their later values."""
+"""Entries (of callbacks too) that are None until the first evaluation → an example of their later values."""
 
 
 def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`multipack doctor RUN`: is a run directory complete and undamaged, and where would the run resume?"""
+"""`multipack doctor RUN`: checks that a run directory is complete and undamaged, and where the run would resume."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 Choice = Literal["auto", "true", "false"]
 """Values of a setting that the run resolves if it is `auto`; see `resolve` in assemble.py."""
 NEW_MODEL_LR = 2e-3
-"""Peak learning rate of models that start from random weights, where none is given."""
+"""Default peak learning rate of models that start from random weights."""
 ADAPTER_LR_SCALE = 10
 """Default peak learning rate of adapters over the default of whole models; most adapters are trained so."""
 

@@ -72,7 +72,7 @@ class TrainedAdapter:
                 return self.read(name)
             module, weight = name.removesuffix(".weight"), frozen(name)
             if name in self.quantized:
-                # What the adapters were trained beside: the original weights would give other outputs.
+                # The adapters were trained with quantized weights: the original ones would give other outputs.
                 weight = quantize(weight, self.config).to(torch.float32).view(weight.shape)
             if name == module or f"{module}.lora_a" not in self.names:
                 return weight
