@@ -107,7 +107,7 @@ class StepResult:
 
     @property
     def synchronizing_seconds(self) -> float:
-        """Time of the last backward pass beyond the pace of the others, over the forward passes of their packs.
+        """Time of the last backward pass beyond its forward time × the other passes' ratio of backward to forward time.
 
         Where only the last pass synchronizes gradients, this is the communication that computing did not hide; NaN with
         one micro-batch.
@@ -338,7 +338,7 @@ class ModelEngine:
                 self.world.watch.at_stage(f"forward pass of micro-batch {index + 1}")
                 moved = self._moved(batch)
                 if is_last and self.mesh.gradient_size > 1:
-                    # Autograd computes the gradients of older copies last: DDP could send none during the pass.
+                    # Autograd computes gradients of copies from earlier passes last: DDP could not send any before.
                     drop_copies()
                 with self._synchronizing(is_last):
                     began = self.clock.mark()

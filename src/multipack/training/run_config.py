@@ -130,8 +130,8 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
 def compose_run(words: Iterable[str]) -> Config:
     """Compose the configuration of `multipack train`: of a new run, or of a saved run with `words` as changes.
 
-    With `train.resume=auto` the same words begin a run in out= and later continue it, as launchers and schedulers do
-    that restart a command.
+    With `train.resume=auto` the same words begin a run in out= and later continue it, because launchers and schedulers
+    restart a command with its words.
 
     Raises:
         ConfigError: see `compose`; or `train.resume` and `out` name different runs, there is no run to resume, or a
