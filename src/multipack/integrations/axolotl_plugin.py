@@ -75,10 +75,10 @@ class MultipackArgs(BaseModel):
 def check_settings(data: Mapping[str, Any]) -> None:
     """Check the keys of the plugin, and Axolotl's keys that have no effect or break the number of steps.
 
-    Before Axolotl validates the YAML, whose errors have many lines.
+    Called before Axolotl validates the YAML, because its errors have many lines.
 
     Raises:
-        ValueError: a key that does not exist, a value of another type, or settings that do not go together.
+        ValueError: an unknown key, a value of another type, or settings that do not go together.
     """
     known = {*MultipackArgs.model_fields, "multipack_real_batches"}
     for key in map(str, data):
@@ -286,7 +286,7 @@ class WithinDocuments:
 class SamplerCheck(TrainerCallback):
     """Checks that the trainer reads this package's sampler, and begins its epochs.
 
-    The check reads the order of epoch 0, which a run that is resumed in a later epoch must not repeat.
+    The check reads the order of epoch 0; `on_epoch_begin` keeps a run that resumes in a later epoch from repeating it.
     """
 
     def __init__(self, cut: bool) -> None:

@@ -32,8 +32,8 @@ LauncherName = Literal["auto", "torchrun", "srun", "mpiexec", "mpirun"]
 class LaunchRequest:
     """A command and its processes: the options of `multipack launch`.
 
-    Numbers that are 0 follow from the others or from the scheduler, and so does an empty address. The port follows from
-    the job identifier. Without `cores` processes are not bound; torchrun does not bind, and sets OMP_NUM_THREADS.
+    Numbers of 0 and an empty address follow from the other fields or from the scheduler, a port of 0 from the job
+    identifier. Without `cores` processes are not bound; torchrun does not bind, and sets OMP_NUM_THREADS.
     """
 
     words: Sequence[str]

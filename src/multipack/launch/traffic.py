@@ -28,7 +28,7 @@ class Traffic:
         method: `data`, `tensor`, `context` or `pipeline`.
         kind: name of the collective, or `send`.
         ranks: number of ranks that take part.
-        reach: number of consecutive ranks that contain them; a host that holds all of these uses its own links.
+        reach: number of consecutive ranks that contain these ranks; if a host holds all of them, its links are used.
         payload: bytes of all calls, of whole tensors: before scattering, or after gathering.
     """
 
@@ -84,7 +84,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
 def _tensor(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ranks, hidden = work.config.tensor, work.slots * work.shape.d_model
     for kind in ("all_gather", "reduce_scatter"):
-        # Checkpointing repeats the forward pass's exchanges; the second reduce-scatter only if dropout follows it.
+        # Checkpointing repeats both exchanges of the forward pass, the second reduce-scatter only before dropout.
         again = 2 if kind == "all_gather" or work.shape.dropout else 1
         calls = part.layers * (4 + (again if work.recompute != "none" else 0)) + part.is_last
         size = calls * work.product + part.is_first * work.stream

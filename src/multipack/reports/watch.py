@@ -1,4 +1,4 @@
-"""`watch`: a run live in the terminal, from its files, in another process or on another machine with the same disk."""
+"""`watch`: a live view of a run in the terminal, from its files: in another process, or on a machine with its disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from multipack.reports.run_page import duration, key_figures, means, time_shares
 from multipack.untrusted import one_line, printable
 
 RECENT = 50
-"""Steps whose median time predicts the rest."""
+"""Last steps whose median time predicts the time left."""
 MOST_POINTS = 1000
-"""Points of the curve."""
+"""Most points of the curve."""
 SAMPLE_LINES = 6
 """Most lines of the last sample."""
 MOST_WARNINGS = 3
-"""Most warnings."""
+"""Most warnings in a view."""
 
 
 class LiveRun:
