@@ -67,7 +67,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe without a writer is opened, too, instead of being awaited."""
+    """Open a file without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -80,7 +80,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bo
         exclusive: fail if the file exists.
 
     Raises:
-        FileExistsError: with `exclusive`, in all of several concurrent writers but the first.
+        FileExistsError: with `exclusive`, the file exists; of several concurrent writers all but one get this error.
         OSError: the file cannot be written; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bo
 
 
 def _claim(partial: Path, path: Path) -> None:
-    """Give a file the name `path` unless that is taken; without hard links the name is taken by an empty file first."""
+    """Rename a file to `path`, or fail if it exists; without hard links an empty file claims the name first."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -110,7 +110,7 @@ def _claim(partial: Path, path: Path) -> None:
 
 
 def with_advice(error: OSError, path: Path) -> OSError:
-    """The error of writing `path` with that name, which the error of a full disk lacks, and what to do."""
+    """The error of writing `path` with its name, which the error of a full disk lacks, and with advice."""
     if error.errno not in _ADVICE and error.filename is not None:
         return error
     return OSError(error.errno, f"{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}", str(path))
@@ -151,7 +151,7 @@ def is_free(path: Path, leftovers: bool = False) -> bool:
 
 
 def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
-    """Rename a complete folder to `path`; `replace` allows that another folder is there.
+    """Rename a complete folder to `path`; `replace` removes another folder there.
 
     Raises:
         FileExistsError: another process has made something of this name.
@@ -178,7 +178,7 @@ def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove partial folders that killed writers of `path` left, and restore a folder that they were about to replace.
+    """Remove partial folders of killed writers of `path`, and restore a folder that they were about to replace.
 
     No other process may be writing `path`.
     """
@@ -254,7 +254,7 @@ def own_folder(where: Path) -> Path:
 
     Raises:
         OSError: it cannot be created.
-        ValueError: what has its name is a link, or another user's.
+        ValueError: its name belongs to a link or to another user.
     """
     folder = where / f"multipack-{os.getuid()}"
     make_private(folder)
@@ -303,7 +303,7 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-        except PermissionError:  # another user's, which is locked as well if it can be read
+        except PermissionError:  # another user's file, which can be locked if it can be read
             descriptor = os.open(path, os.O_RDONLY | flags)
         is_held = False
         try:

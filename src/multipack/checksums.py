@@ -1,6 +1,7 @@
 """Checksums of files: whole, of their beginning, and once a host while a file stays the same.
 
-The checksum of a file is its sha256, or that of the sha256 of its blocks if it has several, which threads share.
+The checksum of a file of one block is its sha256, of a longer file the sha256 of its blocks' sha256. Threads share the
+blocks.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def begins_with(path: Path, size: int, sha256: str) -> bool:
 def remembered(files: Sequence[Path], what: str, cache: Path, compute: Callable[[], str]) -> str:
     """The result of `compute`, once a host while files stay the same; `what` names it.
 
-    One process of a host computes it, under a lock, and leaves it in `cache`; the others find it. Files that were
-    replaced by others of equal size and time (`cp -p`, `rsync -t`) have another time of change of their inode.
+    One process of a host computes it, under a lock, and leaves it in `cache` for the others. Files are compared by
+    size, times and inode: `cp -p` and `rsync -t` keep size and time, but not the time of change of the inode.
     """
     states = [(str(file.absolute()), file.stat()) for file in files]
     state = [(name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in states]

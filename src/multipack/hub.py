@@ -1,4 +1,4 @@
-"""Folders of models that are given by a path, by a name on the Hugging Face hub, or as a GGUF file.
+"""Local folders of models: from a path, a name on the Hugging Face hub, or a GGUF file.
 
     NAME[@REV]   a folder of that name ─ else ─▶ the local cache (HF_HOME) ─ else ─▶ download into the cache
     FILE.gguf    transformers reads and dequantizes it ─▶ a folder in multipack's cache, once for its content
@@ -31,12 +31,12 @@ def model_folder(name: str, setting: str) -> Path:
     """The local folder of a path, of a model on the hub, or of the model in a GGUF file.
 
     Args:
-        name: a path, or a name such as `gpt2` or `Qwen/Qwen3-0.6B`, with `@` and a revision; what exists as a path is
-            one.
-        setting: where the name was given, for messages.
+        name: a path, or a name such as `gpt2` or `Qwen/Qwen3-0.6B`, with `@` and a revision; an existing path comes
+            first.
+        setting: the setting that holds the name, for messages.
 
     Returns:
-        The path, also if nothing is there and it is no possible name; or a folder in a cache.
+        The path, even if it does not exist and cannot be a name; or a folder in a cache.
 
     Raises:
         FileNotFoundError: the model is neither a path, nor whole in the cache, nor can it be downloaded.
@@ -75,7 +75,7 @@ def model_folder(name: str, setting: str) -> Path:
 
 
 def hub_name(model: str) -> tuple[str, str]:
-    """Name and revision on the hub of NAME@REV or of a folder in the cache; another model and an empty revision."""
+    """Name and revision on the hub of NAME@REV or of a folder in the cache; else `model` and an empty revision."""
     if found := _SNAPSHOT.fullmatch(model):
         return found[1].replace("--", "/"), found[2]
     name, _, revision = model.partition("@")
@@ -88,7 +88,7 @@ def is_name(model: str) -> bool:
 
 
 def lasting_name(folder: Path) -> str:
-    """NAME@REV of a folder in the cache of the hub, which holds on every machine; of another folder its path."""
+    """NAME@REV of a folder in the cache of the hub, which is valid on every machine; else the folder's path."""
     name, revision = hub_name(str(folder))
     if revision:
         from huggingface_hub import constants

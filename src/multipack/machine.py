@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 Status = Literal["ok", "warn", "fail"]
 
 EXTRAS = dict.fromkeys(("torch", "tokenizers", "safetensors", "jinja2"), "train")
-"""Package → the extra of multipack that installs it, for those that modules import when they are loaded."""
+"""Package that modules import when they are loaded → the extra of multipack that installs it."""
 
 
 def import_extra(package: str, setting: str, extra: str) -> Any:
@@ -80,11 +80,11 @@ class Finding:
     """One result of `multipack doctor`.
 
     Attributes:
-        name: what was checked.
+        name: subject of the check.
         status: `fail` = training does not work, or a run is damaged; `warn` = it is slower, or fails in some setups.
-        detail: what was found.
-        remedy: what to do; empty if the status is `ok`.
-        area: subject of the check.
+        detail: the finding in words.
+        remedy: advice; empty if the status is `ok`.
+        area: group of checks that it belongs to.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Ranges of numbers, declared with the field of a dataclass: `steps: Annotated[int, Range(0)] = 0`.
 
-`check_ranges` holds a group of settings to them, and `multipack.words` prints them with the settings.
+`check_ranges` checks them for a group of settings, and `multipack.words` prints them with the settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Finite = Annotated[float, Range()]
 
 @cache
 def ranges_of(schema: type) -> dict[str, Range]:
-    """Name of a field → its range, of those that have one."""
+    """Name of a field → its range, without fields that have none."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {
         name: [each for each in typing.get_args(hint) if isinstance(each, Range)]
@@ -49,7 +49,7 @@ def ranges_of(schema: type) -> dict[str, Range]:
 
 
 def check_ranges(group: Any, prefix: str = "") -> None:
-    """Check the fields of a dataclass, whose settings are called `prefix` and the field's name.
+    """Check the ranges of a dataclass; a message names a setting by `prefix` and the name of the field.
 
     Raises:
         ValueError: a number is outside its range.

@@ -12,7 +12,7 @@
       reference.safetensors   with preference pairs; checkpoints have its checksum
       checkpoints/
         latest          the name of the newest complete checkpoint
-        best            the name of the one with the lowest validation loss, of those saved at an evaluation
+        best            the name of the checkpoint with the lowest validation loss, if saved at an evaluation
         step-00000100/  see training/checkpoint.py
 
 Files and folders whose names end with `.partial` are being written.
@@ -114,7 +114,7 @@ class RunDirectory:
         """The folder of the newest complete checkpoint: the one that `latest` names, if that file is there.
 
         Raises:
-            FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names a missing one.
+            FileNotFoundError: this is not a run directory, it has no checkpoint, or `latest` names a missing one.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
@@ -124,7 +124,7 @@ class RunDirectory:
         return self._named(self.latest, "none is complete; start the run anew with another out=")
 
     def advice(self) -> str:
-        """How a run that failed is continued, for its error message."""
+        """Advice on continuing a failed run, for its error message."""
         if not (complete := self.complete_checkpoints()):
             return "no checkpoint is complete yet"
         return (
@@ -164,14 +164,14 @@ class RunDirectory:
 
 
 def unused_folder() -> Path:
-    """Folder of a run without a name: `runs/` and the time, and a number if another run has that second."""
+    """Folder of a run without a name: `runs/` and the time, and a number if another run began in the same second."""
     named = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S"))
     numbered = (named.with_name(f"{named.name}_{number}") for number in count(2))
     return next(path for path in chain([named], numbered) if not path.exists())
 
 
 def config_yaml(config: Any, default: Any = None) -> str:
-    """A configuration (any dataclass of dataclasses) as YAML, which `config=FILE` reads; without those of `default`."""
+    """A configuration (any dataclass of dataclasses) as YAML for `config=FILE`; without the values of `default`."""
     from omegaconf import OmegaConf  # most users of this module only need paths
 
     values = asdict(config)
@@ -181,7 +181,7 @@ def config_yaml(config: Any, default: Any = None) -> str:
 
 
 def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The values that differ from those of `others`, in the same nesting."""
+    """The values that differ from `others`, in the same nesting."""
     found = {}
     for key, value in values.items():
         if isinstance(value, dict) and (inner := _differing(value, others[key])):
@@ -210,7 +210,7 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
 
 
 def check_regular(*files: Path) -> None:
-    """Refuse anything but a regular file where one is written and cannot be read by `read_file`: a pipe waits forever.
+    """Check that files to write are regular where they exist: opening a pipe would wait forever.
 
     Raises:
         ValueError: one is a folder, a pipe, a socket, a device, or a link to nothing.
@@ -249,7 +249,7 @@ def is_peft(path: Path) -> bool:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder has files of weights, of which those that are pickled are refused when they are read."""
+    """Whether a folder has files of weights; pickled ones are refused only when they are read."""
     return any(path.suffix in (".safetensors", ".bin", ".pt", ".pth") for path in folder.glob("*"))
 
 

@@ -1,4 +1,4 @@
-"""What others wrote: text on a terminal, errors of libraries that read files, regular expressions, loaders."""
+"""Guards against untrusted input: text on a terminal, errors of libraries, regular expressions, loaders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_REASON = 400
 """Characters of the reason that another library states for an error."""
 _REASONS = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
 _UNSHOWN = re.compile(
-    # Control characters but tab and line feed; ends of lines of Unicode; what reverses the order of characters, so that
-    # a line reads otherwise than it is; halves of pairs, which no stream can encode.
+    # Control characters but tab and line feed; Unicode's line ends; characters that reverse the order of a line, which
+    # then reads otherwise than it is; halves of surrogate pairs, which no stream can encode.
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
@@ -58,12 +58,12 @@ def foreign_errors(where: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+    except BaseException as error:  # a panic of a library in Rust is not an `Exception`
         raise ValueError(f"{where}: {reason_of(error)}") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of an error on one line, with its kind unless the message is one that people read."""
+    """The message of an error on one line, with its type unless it is a ValueError, OSError or RuntimeError."""
     kind, text = type(error).__name__, one_line(" ".join(str(error).split()))
     text = text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…"
     is_plain = text and isinstance(error, ValueError | OSError | RuntimeError)
@@ -79,7 +79,7 @@ def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False)
         whole: they must match whole names.
 
     Raises:
-        ValueError: one is no regular expression, or takes too long.
+        ValueError: one is not a regular expression, or takes too long.
     """
     try:
         ended = subprocess.run(
@@ -97,12 +97,12 @@ def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False)
 
 
 def from_folder(kind: Any, source: Any, **options: Any) -> Any:
-    """What `kind.from_pretrained` reads from a folder or by a name, without running code that belongs to it.
+    """The object that `kind.from_pretrained` reads from a folder or by a name, without running the folder's code.
 
     Args:
         kind: a class of transformers, such as AutoTokenizer.
         source: the folder, or a name on the hub.
-        options: of `from_pretrained`.
+        options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: it needs such code; or any error of transformers.

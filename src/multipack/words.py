@@ -189,7 +189,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested groups by full name, `group.key`; in a group, {} is a value.
 
     Raises:
-        ConfigError: a name is there twice, as in `plan.capacity: 5` beside `plan: {capacity: 6}`.
+        ConfigError: a name occurs twice, as in `plan.capacity: 5` and `plan: {capacity: 6}`.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -209,7 +209,7 @@ def as_text(value: Any) -> str:
 
 
 def byte_count(text: str) -> float:
-    """Return the number of bytes of a size such as `80GiB`, `1.5 MB` or `64B`; 0 if the text is no size."""
+    """Return the number of bytes of a size such as `80GiB`, `1.5 MB` or `64B`; 0 if the text is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", text.strip())
     if found is None:
         return 0.0
@@ -217,7 +217,7 @@ def byte_count(text: str) -> float:
 
 
 def changed_words(group: str, value: Any, default: Any) -> list[str]:
-    """Return the words `group.field=value` of the fields of a dataclass that differ from those of `default`."""
+    """Return the words `group.field=value` of the fields of a dataclass that differ from `default`."""
     values = {each.name: getattr(value, each.name) for each in fields(default)}
     return [
         f"{group}.{name}={as_text(field)}"
@@ -241,7 +241,7 @@ def _groups(schema: type) -> dict[str, type]:
 
 
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
-    """Full name → 0, of the fields that a given field sets to 0; see `EXCLUSIVE` above."""
+    """Full name → 0 of the fields that a word for another field sets to 0; see `EXCLUSIVE` above."""
     zeros: dict[str, Any] = {}
     for group, kind in groups.items():
         names = [f"{group}.{name}" for name in getattr(kind, "EXCLUSIVE", ())]
@@ -323,7 +323,7 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Whether no number in a setting is infinite, NaN or a whole number that no arithmetic here takes."""
+    """Whether all numbers in a setting are finite, and whole numbers smaller than `LARGEST`."""
     if isinstance(value, ListConfig):
         return all(map(_is_ordinary, value))
     return (

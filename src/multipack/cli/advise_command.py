@@ -37,8 +37,9 @@ def advise(
 
     Prints the reasons and the training command. Nothing is started and no device
     is needed: bytes follow from the model's widths. With lengths=FILE (.npy, or a
-    token store) the balance of context ranks is that of packs of its documents. Assumed speeds (teraflops,
-    host_bandwidth, network_bandwidth) only rank candidates.
+    token store) the balance of context ranks is measured on packs of its
+    documents. Assumed speeds (teraflops, host_bandwidth, network_bandwidth) only
+    rank candidates.
     `multipack advise --settings` lists all settings.
     """
     from multipack.launch.advise import advise as find_advice

@@ -68,7 +68,7 @@ def fail(message: str | BaseException, code: int, one_line: bool = True) -> NoRe
         # Typer replaces KeyboardInterrupt by an exception of its own.
         had_joined = had_joined or (code == 130 and ranks.size > 1)
         if ranks.rank and not had_joined:
-            time.sleep(2)  # such errors occur on all ranks: rank 0 prints first, and its exit ends the others
+            time.sleep(2)  # all ranks have such an error: rank 0 prints first, and its exit ends the others
     if not (is_reported(error) and isinstance(error, Exception)):
         print_error(error, one_line)
     if had_joined:
@@ -90,11 +90,14 @@ def option(text: str, *names: str, **more: Any) -> Any:
 
 
 def settings_option(schema: str, *names: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass, or only those whose names begin so.
+    """Return the option --settings, which prints the fields of a dataclass.
 
     Words after it choose the settings with one of them in their names or meanings.
 
-    The dataclass is given by name and module, because it is imported only when the option is used.
+    Args:
+        schema: name of the dataclass, which is imported only when the option is used.
+        names: beginnings of the names of fields to print; empty = all fields.
+        module: module of the dataclass.
     """
 
     def show(context: typer.Context, value: bool) -> None:

@@ -64,8 +64,8 @@ def launch(
       multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
-    By srun in Slurm, mpiexec in PBS, torchrun elsewhere. The hosts are those of
-    the job or of --hostfile. Signals and exit code are those of the launcher.
+    By srun in Slurm, mpiexec in PBS, torchrun elsewhere. The hosts come from the
+    job or from --hostfile, signals and exit code from the launcher.
     """
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start

@@ -111,11 +111,11 @@ class Planned(NamedTuple):
     cut: int = 0
     """Number of documents that were divided."""
     rows: tuple[tuple[str, str], ...] = ()
-    """On the documents that are not among them."""
+    """Rows of text on the documents that are left out."""
 
 
 class Made(NamedTuple):
-    """A plan, and what is reported about it."""
+    """A plan, and the values of its report."""
 
     plan: Plan
     report: PlanReport
@@ -222,10 +222,10 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
 
 
 def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | None]:
-    """The words that are settings, and the file of a picture, which is one of them."""
+    """The words without the file of a picture, and this file."""
     files = [word for word in words if word.endswith(PICTURES) and "=" not in word]
     others = [word for word in words if "=" not in word]
-    if picture and not files and len(others) > 1:  # one is what is planned
+    if picture and not files and len(others) > 1:  # one names the documents
         raise ValueError(
             f"--picture writes files that end with {', '.join(PICTURES)}: {' and '.join(others)} do not"
         )

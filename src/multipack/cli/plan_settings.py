@@ -1,4 +1,4 @@
-"""Settings of `multipack plan`, which are those of a run and of its report, and of `multipack pack`."""
+"""Settings of `multipack plan` (a run's, and its report's) and of `multipack pack`."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class PackCommand:
 def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
     """The file of lengths to plan, the settings, and the shell command that trains with this plan.
 
-    Without a file (None) documents are planned: those of `data` or of a path. The words are those of `multipack train`
-    and of the report: `seed` stands for `train.seed`, `context` for `parallel.context`.
+    Without a file (None) the documents of `data` or of a path are planned. `words` are words of `multipack train` and
+    of the report: `seed` stands for `train.seed`, `context` for `parallel.context`.
 
     Raises:
-        ConfigError: a word is invalid, or nothing is given to plan.
+        ConfigError: a word is invalid, or no word names documents to plan.
     """
     paths = [
         word for number, word in enumerate(words) if "=" not in word and (not number or Path(word).exists())

@@ -1,4 +1,4 @@
-"""The command probe: does a model keep the documents of a packed batch apart?"""
+"""The command probe: checks that a model keeps the documents of a packed batch apart."""
 
 from __future__ import annotations
 

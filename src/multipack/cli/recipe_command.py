@@ -27,7 +27,7 @@ def list_recipes() -> None:
 
 
 def _head(file: Path) -> list[str]:
-    """What a recipe is for, and the commands that use it: the comments that it begins with."""
+    """The comments at the beginning of a recipe: its purpose, and the commands that use it."""
     return [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
 
 

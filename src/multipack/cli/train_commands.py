@@ -150,7 +150,7 @@ def prepare(
 
 
 def _training_words(words: list[str], store: Path | None) -> list[str]:
-    """Words of a run on what `prepare` wrote: with the same words, a run finds the store in the cache."""
+    """Words of a run on the store of `prepare`: with the same words, a run finds a store in the cache."""
     if store is None:
         return words
     kept = [word for word in words if word.startswith(("train.", "plan.", "model", "data.overlong="))]
@@ -158,7 +158,7 @@ def _training_words(words: list[str], store: Path | None) -> list[str]:
 
 
 def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
-    """Words without which a run would refuse documents of a store because they are too long, and why they are there."""
+    """Words that a run needs for documents of a store that are too long, and the reason."""
     from multipack.data.stores.store import TokenStore
     from multipack.data.views.documents import Documents
 
@@ -174,7 +174,7 @@ def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
 
 
 def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
-    """The first documents of a store as they are trained, and what is done to those that are too long."""
+    """The first documents of a store as they are trained, and the policy for too long ones."""
     from multipack.data.stores.store import TokenStore
     from multipack.data.views.documents import Documents
     from multipack.data.views.shown import show

@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer.beta2": 0.999,
     "optimizer.min_lr": 0.0,
 }
-"""Settings whose defaults differ → Axolotl's defaults."""
+"""Setting → Axolotl's default, where it differs."""
 
 RENAMED: dict[str, tuple[str, type]] = {
     **HUGGING_FACE,
@@ -148,7 +148,7 @@ NOTED: dict[str, str] = {
     " swanlab_completion_max_buffer comet_project_name use_comet": "there are tensorboard, wandb, mlflow and trackio",
     "max_memory gpu_memory_limit device_map": "`multipack advise` says what fits",
 }
-"""Keys → what differs, without changing what is trained."""
+"""Keys → a difference that does not change what is trained."""
 
 _FASTER = """
     model_quantization_config_kwargs
@@ -198,7 +198,7 @@ READ_WITH: dict[str, tuple[str, ...]] = {
     "streaming": ("data.stream",),
     "use_tensorboard": ("track.to",),
 }
-"""Keys that a function of another key reads → the settings that they change, if it sets them."""
+"""Key that the function of another key reads → settings that it changes, if that function sets them."""
 
 CANNOT: dict[str, str] = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "training some layers at a time (LISA)",
@@ -238,7 +238,7 @@ CANNOT: dict[str, str] = {
     "torchao_weights auto_find_batch_size": "this",
     "max_prompt_len": "cutting prompts",
 }
-"""Keys → what has no equivalent."""
+"""Keys → the feature without an equivalent."""
 
 TOOL = Tool(
     name="Axolotl",

@@ -160,7 +160,7 @@ def _chat(given: Entry, keys: Entry, kind: str) -> Settings:
 
 
 def _check_messages(given: Entry, keys: Entry) -> None:
-    """Refuse what would be read or trained otherwise here."""
+    """Refuse keys about messages that would change what is read or trained."""
     mapped = given.get("message_property_mappings") or {
         "role": given.get("message_field_role", "role"),
         "content": given.get("message_field_content", "content"),

@@ -1,4 +1,4 @@
-"""From a configuration of another tool to one of this package, with every key that cannot be honored by name.
+"""Translates a configuration of another tool, and names every key that it cannot honor.
 
 axolotl.yml ─ keys ─▶ Tool.rules ─▶ settings, and four lists of keys ─▶ YAML for `multipack train config=FILE`
 """
@@ -24,8 +24,8 @@ class Imported:
 
     Attributes:
         settings: full name of a setting → value.
-        translated: key → the words that it sets, and what differs.
-        left: key → what is left to the user, without changing what is trained.
+        translated: key → the words that it sets, and the difference.
+        left: key → a difference for the user to handle, which does not change what is trained.
         unneeded: keys without an effect on what is trained.
         lacking: key → why it cannot be honored; what is trained would be something else.
         commands: commands to run first.
@@ -64,7 +64,7 @@ class Imported:
 
 
 def _in_one_line(text: str) -> str:
-    """A comment's text: keys and values of a file could end its line, and write settings below it."""
+    """The text of a comment in one line: line ends in keys and values of a file would write settings below it."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -78,7 +78,7 @@ def tools() -> list[Tool]:
 def translate_keys(given: Mapping[str, Any]) -> Imported:
     """Translate a configuration of another tool, by the rules of the tool that knows it as its own.
 
-    Keys that are null or false are those that the tool ignores, but where false is not its default.
+    Keys that are null or false are ignored, as by the tool, except `Tool.false`.
 
     Raises:
         ValueError: no tool knows the configuration.

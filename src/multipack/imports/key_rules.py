@@ -32,7 +32,7 @@ def packs(value: Any, keys: Keys) -> Honored:
 
 
 def accumulation(value: Any, keys: Keys) -> Honored:
-    """Micro-batches of a step, which `packs` multiplies; the note is that of micro_batch_size, if it is there."""
+    """Micro-batches of a step, which `packs` multiplies; without a note if micro_batch_size has it."""
     try:
         found = packs(keys.get("micro_batch_size") or 1, keys)
     except (ArithmeticError, TypeError, ValueError):
@@ -134,7 +134,7 @@ def special_tokens(value: Any, keys: Keys) -> Honored:
         name: token for name, token in value.items() if name != "pad_token" and token != usual.get(name)
     }
     if not changed:
-        return NOTHING  # packs hold no padding that is seen
+        return NOTHING  # no token attends to the padding of a pack
     kinds = [str(each.get("type", "")) for each in keys.get("datasets") or ()]
     if set(changed) == {"eos_token"} and kinds and all(each.startswith("chat_template") for each in kinds):
         return Honored(note="chats end as their template writes it; eos_token is for the export")

@@ -41,7 +41,7 @@ _QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
 
 
 LANGUAGE_MODELS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
-"""Type of models with images → that of the language model in them, which is trained alone."""
+"""Type of models with images → type of their language model, which is trained alone."""
 
 
 def model_type(keys: Keys) -> str:
@@ -84,7 +84,7 @@ _TEKKEN_ONLY = ("devstral-small-25", "magistral-small-25", "mistral-small-3")
 
 
 def mistral_tokenizer(value: Any, keys: Keys) -> Honored:
-    """Chats that mistral-common writes: here the template of the tokenizer's files does, where there is one."""
+    """mistral-common, which writes chats: a chat template in the tokenizer's files replaces it."""
     name = str(keys.get("base_model", "")).rpartition("/")[2].lower()
     if name.startswith(_TEKKEN_ONLY):
         raise NotHonored(
@@ -94,7 +94,7 @@ def mistral_tokenizer(value: Any, keys: Keys) -> Honored:
 
 
 def quantized_files(value: Any, keys: Keys) -> Honored:
-    """How a model with quantized weights is loaded: MXFP4, which gpt-oss has, is read in 16 bits."""
+    """The format of quantized weights: MXFP4, which gpt-oss has, is read in 16 bits."""
     dequantized = (keys.get("model_quantization_config_kwargs") or {}).get("dequantize")
     if value == "Mxfp4Config" and dequantized:
         return NOTHING
@@ -177,7 +177,7 @@ def peft(value: Any, keys: Keys) -> Honored:
 
 
 def unfrozen(value: Any, keys: Keys) -> Honored:
-    """Regular expressions on the names of what is trained; everything of a language model is nothing special."""
+    """Regular expressions on the names of trained parameters; no effect if they match the whole language model."""
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
     names += [f"{layer}.{part}.weight" for layer in ("model.layers.0", "model.layers.9") for part in _PARTS]
     if keys.get("adapter"):
@@ -185,7 +185,7 @@ def unfrozen(value: Any, keys: Keys) -> Honored:
     variants = [name.replace("model.", "model.language_model.", 1) for name in names]
     found = _matching(value, [*names, *variants])
     if all(any(each[i] or each[i + len(names)] for each in found) for i in range(len(names))):
-        return NOTHING  # of a language model everything
+        return NOTHING  # all parameters of the language model
     raise NotHonored(
         "freezing by regular expressions: name what is frozen in optimizer.rules=[blocks.0 freeze, …]"
     )

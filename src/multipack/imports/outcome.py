@@ -1,4 +1,4 @@
-"""`Tool`, another tool's configurations, and what the rule of a key returns (`Honored`) or raises (`NotHonored`)."""
+"""`Tool`, another tool's configurations; the rule of a key returns `Honored` or raises `NotHonored`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Honored:
 
     Attributes:
         settings: full name of a setting → value.
-        note: what differs, without changing what is trained; empty = nothing.
+        note: a difference that does not change what is trained; empty = none.
         commands: commands to run first.
     """
 
@@ -39,15 +39,15 @@ NOTHING = Honored()
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool, whose configurations are translated. A file of `imports/` that defines `TOOL` is found by it.
+    """Another tool, whose configurations are translated; defined as `TOOL` in a file of `imports/`.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
         is_own: whether a configuration is this tool's.
         needs: the keys that every such configuration has, in words.
         rules: key → its rule; other keys are not honored.
-        defaults: settings whose defaults differ → the tool's.
-        false: keys for which `false` is a value of its own; for others it is as if they were not there.
+        defaults: setting → the tool's default, where it differs.
+        false: keys for which `false` is a value; for other keys it means that they are missing.
         trackers: key that turns on a tracker → its name in `track.to`.
         read_with: key that the rule of another key reads → the settings that it changes, if they are set.
     """
@@ -74,8 +74,8 @@ def rules_of(
     Args:
         renamed: key → setting of the same meaning, and the type of its value.
         functions: key → function, which may read other keys too.
-        noted: keys → what differs, without changing what is trained.
-        cannot: keys → what has no equivalent.
+        noted: keys → a difference that does not change what is trained.
+        cannot: keys → the feature without an equivalent.
         no_effect: keys that do not change what is trained.
     """
     found: dict[str, Rule] = {name: partial(_renamed, *target) for name, target in renamed.items()}
@@ -99,7 +99,7 @@ def _noted(text: str, value: Any, keys: Keys) -> Honored:
 
 
 def _cannot(text: str, value: Any, keys: Keys) -> Honored:
-    """A key without an equivalent; 0 turns all of them off."""
+    """A key without an equivalent; the value 0 turns it off."""
     if value == 0:
         return NOTHING
     raise NotHonored(f"no equivalent: {text}")

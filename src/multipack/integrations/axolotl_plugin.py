@@ -47,7 +47,7 @@ REFUSED = {
     "dataloader_drop_last": "takes a step of each epoch off the count, though every batch is full; remove it",
     "use_pose": "leaves gaps in the positions of a document, at which attention divides it; remove it",
 }
-"""Settings that do not go with the plugin when they are set, and why."""
+"""Setting that does not go with the plugin → the reason."""
 
 ACCELERATOR = {
     "split_batches": (True, "divides batches of bins, which are whole"),
@@ -75,10 +75,10 @@ class MultipackArgs(BaseModel):
 def check_settings(data: Mapping[str, Any]) -> None:
     """Check the keys of the plugin, and Axolotl's keys that have no effect or break the number of steps.
 
-    Before Axolotl validates the YAML, whose errors have many lines.
+    Called before Axolotl validates the YAML, because its errors have many lines.
 
     Raises:
-        ValueError: a key that does not exist, a value of another type, or settings that do not go together.
+        ValueError: an unknown key, a value of another type, or settings that do not go together.
     """
     known = {*MultipackArgs.model_fields, "multipack_real_batches"}
     for key in map(str, data):
@@ -146,7 +146,7 @@ PLACES = {
     "axolotl.utils.trainer": TrainerSampler,
     "axolotl.utils.data.streaming": StreamSampler,
 }
-"""Modules in which Axolotl makes samplers by the name `MultipackBatchSampler`, and what they get."""
+"""Module in which Axolotl makes samplers by the name `MultipackBatchSampler` → the sampler that it gets."""
 
 
 class MultipackPlugin(BasePlugin):  # type: ignore[misc]
@@ -156,7 +156,7 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         """Replace the sampler in `PLACES`, or put Axolotl's own back.
 
         Raises:
-            ValueError: what `check_settings` refuses.
+            ValueError: see `check_settings`.
             RuntimeError: this version of Axolotl makes its samplers elsewhere.
         """
         check_settings(cfg)
@@ -265,10 +265,10 @@ def _streams(cfg: Mapping[str, Any]) -> bool:
 
 
 class WithinDocuments:
-    """A collator whose documents do not have their first token as a target.
+    """A collator that removes the first token of each document from the targets.
 
-    It would be predicted from the last token of another document. Axolotl's collators keep it where the prompt is
-    trained on.
+    It would be predicted from the last token of another document. Axolotl's collators keep this target where prompts
+    are trained on.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -286,7 +286,7 @@ class WithinDocuments:
 class SamplerCheck(TrainerCallback):
     """Checks that the trainer reads this package's sampler, and begins its epochs.
 
-    The check reads the order of epoch 0, which a run that is resumed in a later epoch must not repeat.
+    The check reads the order of epoch 0; `on_epoch_begin` keeps a run that resumes in a later epoch from repeating it.
     """
 
     def __init__(self, cut: bool) -> None:
@@ -324,6 +324,6 @@ class SamplerCheck(TrainerCallback):
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the epoch, also of a resumed run."""
+        """Begin the epoch, in a resumed run too."""
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))

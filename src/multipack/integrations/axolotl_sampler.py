@@ -41,7 +41,7 @@ Bins = list[list[int]]
 """Bins of document numbers."""
 
 STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
-"""Keys of a saved state beside its identity."""
+"""Keys of a saved state, in addition to its identity."""
 
 MOST_BINS = 256
 """Maximum number of bins planned together: with more, bins are hardly fuller and planning time grows superlinearly."""
@@ -66,9 +66,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         bin_size: maximum documents of a bin; None or 0 for no limit. The fifth argument, as in Axolotl since December
             2025; before, it was `packing_efficiency_estimate`.
         packing_efficiency_estimate: kept as an attribute, for hosts that read it.
-        drop_last: full batches only. In a single process, documents that are packed into fewer than `batch_size`
-            bins are left out, unless there is no full batch without them; with several ranks, documents that are too
-            few for a bin each in the last round of batches.
+        drop_last: full batches only. In a single process, the documents of a batch of fewer than `batch_size` bins are
+            left out, unless it is the only batch; with several ranks, the documents of the last round of batches are,
+            if they are fewer than its bins.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
         num_count_samples: no effect, as `len` is exact.
@@ -169,7 +169,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return self._current().left
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, also of the inner sampler; no effect if it is already the current one."""
+        """Begin an epoch here and in the inner sampler; no effect if it is already the current one."""
         if check_integer("epoch", epoch, 0) == self.epoch:
             return
         self._go_to(int(epoch))
@@ -305,7 +305,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return self.drop_last and together == 1 and self.multiple_of is None
 
     def _balanced(self, lengths: Integers, together: int, number: int | None) -> Iterator[list[Integers]]:
-        """Batches of documents, of which this many `together` are a step whose bins are equal in cost."""
+        """Batches of documents; the bins of `together` consecutive batches are planned as a step and equal in cost."""
         packs = self.batch_size * together
         needed_bins = max(1, math.ceil(lengths.sum() / self.batch_max_len))
         bins_planned = min(self.group_size * needed_bins // len(lengths), MOST_BINS)
@@ -349,7 +349,7 @@ class _Epoch:
         order: (documents,) document numbers.
         source: the inner sampler; None for an order from a saved state.
         inner: the inner sampler's own state after it was read.
-        ranks: number of batches that are planned together: those that run side by side, or `multiple_of`.
+        ranks: number of batches that are planned together: one of each rank, or `multiple_of`.
         batches: lists of bins, which are lists of document numbers.
         left: (documents,) document numbers that are in no batch.
         is_iterated, is_counted: whether an iterator has begun, and whether the statistics include it.

@@ -55,17 +55,17 @@ class PackedDataCollator:
     An empty list becomes one token without a label, so that a rank without documents runs the same collectives.
 
     Args:
-        returns: what a batch is (`return` is a keyword of Python). `flattened`: one row of all documents with their
-            boundaries. `padded`: one row per document, as conventional collators make. `4d_mask`: one row and a mask
-            of T² elements, for models that read no boundaries.
+        returns: form of a batch. `flattened`: one row of all documents with their boundaries. `padded`: one row per
+            document, as conventional collators make. `4d_mask`: one row and a mask of T² elements, for models that
+            read no boundaries.
         pad_id: token of padding.
-        mask: of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
-        dtype: of an additive mask: the model's.
-        window: of `4d_mask`, which needs it: tokens that a token attends to, itself included; None = all before it in
-            its document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
-            `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
-        limit: `isolation_probe(model).limit` in a loop of your own: a longer document is an error, because the model
-            would rotate all documents of its row by its length.
+        mask: kind of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
+        dtype: dtype of an additive mask: the model's.
+        window: required for `4d_mask`: tokens that a token attends to, itself included; None = all before it in its
+            document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
+            `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
+        limit: longest document; a longer one is an error. In a loop of your own use `isolation_probe(model).limit`:
+            the model would rotate all documents of a row by the length of a longer document.
 
     Raises:
         ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.

@@ -1,4 +1,4 @@
-"""What the drop-in samplers share: documents that fit, plans, the position in an epoch, saved states, and ranks."""
+"""Shared parts of the drop-in samplers: documents that fit, plans, the position in an epoch, saved states, ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostSampler:
 
     Attributes:
         lengths: (documents,) int64 tokens of each document; with `overlong="alone"` at most a pack's.
-        fits: (documents,) bool, whether a document is packed: false for those that are left out.
+        fits: (documents,) bool, whether a document is packed or left out.
         overlong_documents: (documents,) int64 numbers of the documents that are longer than a pack.
         epoch: the current epoch.
     """
@@ -76,7 +76,7 @@ class HostSampler:
         return state
 
     def _identity(self, lengths: Integers, names: tuple[str, ...]) -> dict[str, Any]:
-        """What a saved state must agree with: a fingerprint of lengths and of the named options."""
+        """Values that a saved state must have: a fingerprint of the lengths, and the named options."""
         options = {"dealing": DEALING, **{name: getattr(self, name) for name in names}}
         return {"fingerprint": fingerprint_of(lengths, None, options), "options": options}
 
@@ -121,7 +121,7 @@ def full_steps(
         return plan(lengths, options=replace(options, tail=tail), steps=number, seed=seed, epoch=epoch)
 
     packs = options.packs_per_step
-    # Of the sorted lengths, so that it does not depend on the order.
+    # Sorted lengths, so that the number does not depend on the order.
     fewest = len(pack(np.sort(lengths), options.capacity, max_documents=options.max_documents or None))
     if steps is None and drop_last and fewest % packs:
         steps = max(1, fewest // packs)

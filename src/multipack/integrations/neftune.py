@@ -20,7 +20,7 @@ def document_noise(model: Any, alpha: float | None, position_ids: Tensor) -> Ite
     """Context of a training pass over packed rows: embeddings have the noise that each document would have alone.
 
     Args:
-        model: of transformers, not wrapped for ranks.
+        model: a model of transformers, not wrapped for ranks.
         alpha: `neftune_noise_alpha`; None = no noise.
         position_ids: (rows, T) positions, which start anew with every document.
     """

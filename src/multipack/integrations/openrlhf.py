@@ -18,13 +18,13 @@ from multipack.planning.lengths import check_integer, check_lengths
 def get_minimum_num_micro_batch_size(
     total_lengths: ArrayLike, max_tokens_per_gpu: int, ring_attn_size: int, ds_tensor_parallel_size: int
 ) -> int:
-    """Number of micro-batches that best fit needs.
+    """Number of micro-batches into which best fit packs the sequences.
 
     Args:
         total_lengths: (sequences,) tokens of each sequence.
         max_tokens_per_gpu: maximum tokens of a micro-batch on one device.
         ring_attn_size: devices of a ring, which share a micro-batch.
-        ds_tensor_parallel_size: devices of tensor parallelism, which share it too.
+        ds_tensor_parallel_size: devices of tensor parallelism, which share a micro-batch.
 
     Raises:
         ValueError: a sequence is longer than the limit.
@@ -48,7 +48,7 @@ def get_seqlen_balanced_partitions(
     """Parts of equal sums, as lists of rising indices; none is empty.
 
     Args:
-        seqlen_list: (sequences,) tokens of each.
+        seqlen_list: (sequences,) tokens of each sequence.
         k_partitions: number of parts.
         equal_size: every part has the same number of sequences.
         max_tokens: hard limit of a part, for parts that may differ in their number of sequences.

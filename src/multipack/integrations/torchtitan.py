@@ -63,18 +63,18 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
     """One rank's batches, epoch after epoch. `packed` puts it into a configuration.
 
     Args:
-        config: its `Config`.
+        config: settings of the loader.
         dp_world_size: number of data-parallel ranks.
-        dp_rank: number of this one.
-        tokenizer: is given to `config.documents`.
-        seq_len: tokens of a row, the limit of a document's length, too; torchtitan 0.3.
+        dp_rank: data-parallel rank of this process.
+        tokenizer: argument of `config.documents`.
+        seq_len: tokens of a row, and longest document; torchtitan 0.3.
         local_batch_size: rows of a batch; torchtitan 0.3.
-        max_context_length: limit of a document's length; later versions.
+        max_context_length: longest document; later versions.
         num_tokens_per_batch: tokens of a batch; later versions.
         **host: other arguments of the host, which are not needed.
 
     Raises:
-        ValueError: a document is longer than a row or the context, or what `multipack.plan` refuses.
+        ValueError: a document is longer than a row or the context; or see `multipack.plan`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class PackedDataLoader(_Base):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch, the same on all ranks."""
-        # As text: checkpoints keep the structure of nested values, and load into the one that a new loader has.
+        # As text: a checkpoint loads nested values only into the same structure, which a new loader does not have.
         return {"multipack": json.dumps(self.sampler.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Settings, models and data under which a host's trainer would train on something else than every document alone."""
+"""Checks of a host's trainer: settings, models and data with which packed documents would not train as alone."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from multipack.planning.lengths import nothing_learned, short
 LOG = logging.getLogger(__name__)
 
 COUNTED = 10_000
-"""Documents of which those without a target are counted: few seconds of a data set of any size."""
+"""Most documents to search for targets: a few seconds for a data set of any size."""
 
 DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
-"""Arguments of a sampler that are not the user's in a trainer."""
+"""Arguments of a sampler that a trainer sets, not the user."""
 OTHER_LOSSES = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 """Values of a model's `loss_type` whose labels are not the next tokens."""
 
 
 def check_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the plan, without those that the host's arguments decide."""
+    """Options of the plan, checked to contain none that the host's arguments decide."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"plan_options must be a mapping, for example {{'window': 8}}, got {short(given)}")
     if others := sorted(DECIDED & set(given or ())):
@@ -41,7 +41,7 @@ def check_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_host(trainer: Any) -> None:
-    """Refuse settings of the host under which packed training is not training on every document alone."""
+    """Refuse settings of the host under which documents in a pack would not train as alone."""
     check_model(trainer.model)
     args, collator = trainer.args, trainer.data_collator
     if collator.returns == "padded":
@@ -106,7 +106,7 @@ def check_model(model: Any) -> None:
 
 
 def check_mask(config: Any, collator: PackedDataCollator) -> None:
-    """A model applies neither windows nor a conversion to a mask that it is given."""
+    """Check that a mask suits the model, which neither adds windows to a 4-D mask nor converts it."""
     if collator.window != (needed := windows_of(config)):
         raise ValueError(
             f"a 4-D mask replaces the windows of {config.model_type}: give PackedDataCollator(window={needed!r}),"
@@ -119,7 +119,7 @@ def check_mask(config: Any, collator: PackedDataCollator) -> None:
 
 
 def makes_masks(trainer: Any) -> bool:
-    """Whether a trainer's is a text model of transformers whose attention makes a mask of T² elements for a row."""
+    """Whether the trainer's model is a text model of transformers whose attention makes a T × T mask for a row."""
     config = getattr(trainer.model, "config", None)
     if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
         return False
@@ -130,8 +130,8 @@ def makes_masks(trainer: Any) -> bool:
 def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> str:
     """Check that a document of a data set has a target.
 
-    Documents are read until one has a target, and `COUNTED` of them for the note, but not of a data set that
-    says its lengths itself.
+    Documents are read until one has a target, and then up to `COUNTED` for the note, unless the data set has an
+    attribute `lengths`.
 
     Returns:
         A note on documents without a target; empty if there are none.
@@ -208,11 +208,11 @@ def whole_checkpoint(given: Any, folder: str) -> Any:
     Trainer writes a checkpoint in place, its state at the end: a killed process leaves the last one incomplete.
 
     Args:
-        given: `resume_from_checkpoint`: True, the path of a checkpoint, or nothing.
+        given: `resume_from_checkpoint`: True, the path of a checkpoint, or None.
         folder: `output_dir`.
 
     Raises:
-        ValueError: the state of the given checkpoint cannot be read, or no checkpoint's can.
+        ValueError: the state of the named checkpoint, or of every checkpoint, cannot be read.
     """
     if given is not True and not isinstance(given, str | Path):
         return given

@@ -45,7 +45,7 @@ from multipack.shapes import rotation_limit
 LOG = logging.getLogger(__name__)
 
 _transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
-_HOST: Any = object  # what the mixin is mixed into, for type checkers
+_HOST: Any = object  # the mixin's other base, for type checkers
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
 
@@ -71,7 +71,7 @@ class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
     """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **host: Any) -> None:
-        """Compare the identity in the state that Trainer has loaded, if it has."""
+        """Compare the plan's identity with the loaded state's, if Trainer has loaded one."""
         sampler = host["train_dataloader"].batch_sampler
         plan = sampler.plan
         mine = {"fingerprint": plan.fingerprint, "options": plan.key, "seed": sampler.state_at(0)["seed"]}
@@ -209,7 +209,7 @@ class PackedLoss(_HOST):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As the host does; in evaluation the mean over this rank's targets, which are added up."""
+        """The host's loss; in evaluation the mean over this rank's targets, whose number is added up."""
         if self.model.training:
             with document_noise(self.model, self._noise, inputs.get("position_ids")):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -232,7 +232,7 @@ class PackedLoss(_HOST):  # type: ignore[misc]
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As the host does; the loss is the mean over all targets instead of the mean over batches."""
+        """The host's loop; the loss is the mean over all targets instead of the mean over batches."""
         precision = torch.float32 if self.args.device.type == "mps" else torch.float64
         self._evaluated = torch.zeros(2, dtype=precision, device=self.args.device)
         result = super().evaluation_loop(
@@ -251,14 +251,14 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
     evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
 
     Args:
-        model: as of the host.
-        args: as of the host.
+        model: see the host.
+        args: see the host.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
-        *positional: as of the host.
-        **named: as of the host.
+        *positional: see the host.
+        **named: see the host.
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
-            (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
-        plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
+            (per_device_eval_batch_size in evaluation), which also limits the length of a document.
+        plan_options: options of the plan that the host's arguments do not decide: `window`, `balance`, `cost`.
         probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
         packed_attention: whether the model computes attention inside documents by this package's function instead of
             masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
@@ -309,10 +309,10 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         self.add_callback(PlanCheck())
 
     def train(self, resume_from_checkpoint: Any = None, *positional: Any, **named: Any) -> Any:
-        """As the host does; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
+        """Train as the host; `resume_from_checkpoint=True` takes the last checkpoint that was written to its end.
 
         Raises:
-            ValueError: the given checkpoint was not.
+            ValueError: the given checkpoint is incomplete.
         """
         found = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(found, *positional, **named)

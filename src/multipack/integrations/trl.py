@@ -21,16 +21,15 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model: as of SFTTrainer.
-        args: as of SFTTrainer; TRL's own packing is off.
+        model: see SFTTrainer.
+        args: see SFTTrainer; TRL's own packing is off.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
-        *positional: as of SFTTrainer.
+        *positional: see SFTTrainer.
         capacity: tokens of a pack; None = `max_length`.
-        **named: as of SFTTrainer.
+        **named: see SFTTrainer.
 
     Raises:
-        ValueError: TRL's own packing is on, neither `capacity` nor `max_length` is given, or what `PackedTrainerMixin`
-            refuses.
+        ValueError: TRL's own packing is on, or neither `capacity` nor `max_length` is set; or see `PackedTrainerMixin`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ if not hasattr(trainer, "TreeRow"):
 
 
 def _evened(rows: list[Any], budget: int | None) -> list[Any]:
-    """The samples of the rows in as many rows of equal load; the rows themselves where no better ones were found."""
+    """The samples in the same number of rows of equal load; `rows` themselves if no better ones were found."""
     groups: dict[Any, Any] = {}
     for number, row in enumerate(rows):
         for sample in row.samples:

@@ -2,8 +2,8 @@
 
     from multipack.integrations.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
 
-The results have the same form. What differs: no part is empty, also where items weigh nothing; a micro-batch never
-holds more than `max_token_len` tokens; wrong arguments raise on all ranks, so that none of them waits for the others.
+The results have the same form, with three differences: no part is empty, even if items weigh nothing; a micro-batch
+never has more than `max_token_len` tokens; wrong arguments raise on all ranks, so that none waits for the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def get_group_balanced_partitions(
 ) -> list[list[int]]:
     """Parts of equal workload, as lists of rising indices; items of one uid, adjacent or not, are in one part.
 
-    Unlike verl's, the number of groups need not be a multiple of the parts, which may differ in groups.
+    Unlike in verl, the number of groups need not be a multiple of `k_partitions`; parts may differ in groups.
 
     Raises:
         ValueError: fewer groups than parts.
@@ -76,15 +76,15 @@ def rearrange_micro_batches(
         min_num_micro_batch: minimum number of micro-batches.
         use_dynamic_bsz_balance: the costliest micro-batches are in the middle, the cheapest at both ends.
         force_group_size: number of consecutive sequences that stay in one micro-batch (pairs of a reward model).
-        cost: what is balanced between micro-batches; by default verl's workload. See `multipack.balance`.
+        cost: cost that is balanced between micro-batches; default: verl's workload. See `multipack.balance`.
 
     Returns:
         The micro-batches, and for each of them the indices of its sequences in the batch. There are at least
         ⌈tokens / max_token_len⌉, and more where that many cannot hold the sequences.
 
     Raises:
-        ValueError: a group is longer than `max_token_len`, a rank has fewer groups than micro-batches, or its sequences
-            are no multiple of `force_group_size`.
+        ValueError: a group is longer than `max_token_len`, a rank has fewer groups than micro-batches, or the number of
+            its sequences is not a multiple of `force_group_size`.
     """
     lengths, size = _lengths_of(batch), check_integer("force_group_size", force_group_size)
     budget = check_integer("max_token_len", max_token_len)

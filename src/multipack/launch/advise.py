@@ -1,8 +1,8 @@
 """Recommend a parallelism for a model and its devices.
 
 The `QUESTIONS` and their order, the smallest change to a model first, follow Sam Foreman's talk Parallel Training
-Methods. The recommendation is the simplest candidate that fits and whose estimated time is close to that of the
-fastest. These times only rank candidates; they do not predict the time of a step.
+Methods. The recommendation is the simplest candidate that fits and whose estimated time is close to the fastest.
+These times only rank candidates; they do not predict the time of a step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Candidate:
 
     @cached_property
     def placed(self) -> ContextMeasure | None:
-        """What context ranks exchange, and how even they are; None without context parallelism."""
+        """Exchanged bytes and balance of context ranks; None without context parallelism."""
         if self.config.context == 1:
             return None
         return {each.method: each for each in measures(self.request, self.config)}[self.config.context_method]
@@ -129,7 +129,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the usable memory of a device, and what is offloaded that of a host."""
+        """Whether the peak fits into the usable memory of a device, and offloaded state into a host's."""
         request, memory = self.request, self.memory
         return (
             memory.peak <= request.usable and memory.host * request.devices_per_host <= request.usable_on_host
@@ -317,9 +317,9 @@ def smaller_states(request: AdviseRequest) -> Iterator[Candidate]:
 
 
 def quantized(request: AdviseRequest) -> Iterator[Candidate]:
-    """Yield candidates without offload that train adapters beside frozen weights of 4 bits instead of all weights.
+    """Yield candidates without offload that train adapters of frozen 4-bit weights instead of all weights.
 
-    None if the request has adapters, or memory of hosts for the state of all weights.
+    Yields nothing if the request has adapters, or memory of hosts for the state of all weights.
     """
     other = replace(request, adapter=AdapterConfig(**ADAPTER_PRESETS["qlora"]))
     try:
@@ -411,7 +411,7 @@ def _simplest(among: list[Candidate]) -> Candidate | None:
 
 
 def _answer(best: Candidate, chosen: Candidate | None) -> str:
-    """The answer to the question of a family, of which `best` is the best candidate."""
+    """The answer to the question of a family; `best` is the family's best candidate."""
     needs = f"{best.memory.peak / GIB:,.1f} GiB with {best.name} and train.recompute={best.recompute}"
     if not best.fits:
         return f"no: at least {needs}"

@@ -26,7 +26,7 @@ _MARKS: dict[Flavor, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where processes may run.
+    """The hosts on which processes may run.
 
     Attributes:
         scheduler: the scheduler that provides the hosts.
@@ -53,7 +53,7 @@ def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Alloc
     """Read the scheduler's variables, and the hostfile that they or the user name.
 
     Args:
-        environment: environment variables, such as those of a job script.
+        environment: environment variables, such as a job script's.
         hostfile: hosts to use; inside a job, a subset of its hosts.
 
     Returns:

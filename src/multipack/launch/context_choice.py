@@ -1,4 +1,4 @@
-"""What context parallelism costs on the packs of a request to `advise`: balance of ranks, and bytes."""
+"""The cost of context parallelism on the packs of a request to `advise`: balance of ranks, and bytes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from multipack.shapes.adapter import AdapterConfig
 Integers = NDArray[np.int64]
 
 PACKS = 16
-"""Packs that are measured."""
+"""Number of packs that are measured."""
 SAMPLE = 50_000
-"""Documents that are packed for them, at most."""
+"""Maximum number of documents that are packed for them."""
 
 
 @lru_cache(maxsize=4)
 def packs_of(path: str, capacity: int, document_tokens: int) -> tuple[Integers, ...]:
-    """Lengths of the documents of some packs: of a file, or documents of one length.
+    """Lengths of the documents in each of some packs, from a file or all equal.
 
     Raises:
         ValueError: there are no lengths at `path`, or documents longer than a pack.

@@ -63,7 +63,7 @@ def examine(
                 found.append(replace(finding, area=area))
         except Exception as error:
             missing = explain_missing(error, "it") if isinstance(error, ModuleNotFoundError) else error
-            if missing is not error:  # by choice: without the trainer
+            if missing is not error:  # the user installed multipack without an extra
                 found.append(Finding("not checked", "ok", str(missing), area=area))
                 continue
             remedy = "if this machine is not the cause, please report it as a bug of multipack"
@@ -177,7 +177,7 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("ranks", "fail", str(error), "unset variables left over from another launcher")
     launchers = [f"{name} ({flavor})" for name, flavor in find_launchers(environment).items()]
-    torchrun = ["torchrun"] if _can_train() else []  # that of the package, with or without a PATH
+    torchrun = ["torchrun"] if _can_train() else []  # the package's own, with or without a PATH
     yield Finding("launchers", "ok", ", ".join(torchrun + launchers) or "none")
     try:
         allocation = find_allocation(environment)
@@ -276,7 +276,7 @@ def run_collectives(
     """Run `multipack bench collectives` in two processes.
 
     Args:
-        environment: environment variables of the processes; those of a launcher are removed.
+        environment: environment variables of the processes; a launcher's are removed.
         device: `cpu` or `cuda`.
         timeout_seconds: time after which the processes are terminated.
 

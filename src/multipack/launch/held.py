@@ -30,10 +30,10 @@ class Held:
 
     Attributes:
         trained: elements in float32, with gradients and optimizer state.
-        matrices: those of them that are in matrices of blocks.
-        cast: elements in float32 that autocast copies in half precision: of matrices and biases.
+        matrices: trained elements in matrices of blocks.
+        cast: elements of matrices and biases in float32, which autocast copies in half precision.
         frozen: other elements in float32, without gradients.
-        products: frozen elements in the dtype of matrix products: of linear layers.
+        products: elements of frozen linear layers, in the dtype of matrix products.
         quantized: bytes of quantized matrices.
         adapted_ranks, adapted_inputs, adapted_outputs: sums over adapted matrices.
     """
@@ -49,7 +49,7 @@ class Held:
     adapted_outputs: float = 0
 
     def __add__(self, other: Held) -> Held:
-        """Both together."""
+        """The sum of both."""
         return Held(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def __mul__(self, factor: float) -> Held:
@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def held(self) -> Held:
-        """What it adds to a rank."""
+        """The parameter as the numbers of a rank."""
         is_cast = self.is_linear and self.module.startswith("blocks.") and self.name != "magnitude"
         if self.dtype == torch.uint8:
             return Held(quantized=self.size)
@@ -145,7 +145,7 @@ def model_parameters(shape: ModelShape) -> int:
 
 
 def decoder_of(shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
-    """The decoder without values; one of other code is counted as ours of these widths.
+    """The decoder without values; the code of another model is counted as our decoder of the same widths.
 
     Raises:
         ValueError: the shape serves planning only.
@@ -158,7 +158,7 @@ def decoder_of(shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
 def _pieces(
     shape: ModelShape, adapter: AdapterConfig, tensor: int, first: int, stop: int
 ) -> tuple[Piece, ...]:
-    """What a rank holds of some blocks, and of what a pipeline stage of them has outside of blocks."""
+    """Parameters of a rank in blocks `first` … `stop` − 1, and outside of blocks in a pipeline stage of them."""
     model = decoder_of(shape, DecoderPart(first, stop, shape.layers))
     # Frozen products are recognized by their dtype. A new head is trained whole.
     add_adapters(model, adapter.with_head("score") if shape.scores else adapter, torch.bfloat16)
@@ -170,7 +170,7 @@ def _pieces(
 
 @cache
 def _kinds_of_blocks(shape: ModelShape, adapter: AdapterConfig) -> Mapping[int, int]:
-    """The first block of each kind → the number of such blocks: those in which the same modules are adapted."""
+    """The first block of each kind → number of blocks of the kind, in which the same modules are adapted."""
     modules = {each.module.removeprefix("blocks.0.") for each in _pieces(shape, NO_ADAPTER, 1, 0, 1)}
     first: dict[tuple[bool, ...], int] = {}
     counts = Counter[int]()

@@ -32,8 +32,8 @@ LauncherName = Literal["auto", "torchrun", "srun", "mpiexec", "mpirun"]
 class LaunchRequest:
     """A command and its processes: the options of `multipack launch`.
 
-    Numbers that are 0 follow from the others or from the scheduler, and so does an empty address. The port follows from
-    the job identifier. Without `cores` processes are not bound; torchrun does not bind, and sets OMP_NUM_THREADS.
+    Numbers of 0 and an empty address follow from the other fields or from the scheduler, a port of 0 from the job
+    identifier. Without `cores` processes are not bound; torchrun does not bind, and sets OMP_NUM_THREADS.
     """
 
     words: Sequence[str]
@@ -95,7 +95,7 @@ class Layout(NamedTuple):
     """Hosts and their processes."""
 
     hosts: tuple[str, ...]
-    """Names of hosts, that of rank 0 first; empty = this host, or unknown."""
+    """Names of hosts, rank 0's first; empty = this host, or unknown."""
     nodes: int
     """Number of hosts."""
     per_node: int
@@ -253,8 +253,8 @@ def launch(
     """Print the command and execute it in place of this process.
 
     Args:
-        request: what to start.
-        hostfile: file of hosts; empty = those of the job.
+        request: the command and its processes.
+        hostfile: file of hosts; empty = the job's hosts.
         dry_run: print the command without executing it.
         check: called with the number of processes; raises a ValueError if the words do not suit it.
 

@@ -83,8 +83,8 @@ class Workload:
         dtype, recompute: dtype of matrix products, and activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
-        placed: what context ranks exchange for a pack; None = one document fills each pack, and is placed by cost
-            unless the method is ulysses.
+        placed: measure of context ranks on packs; None = one document fills each pack, and is placed by cost unless
+            the method is ulysses.
         optimizer: name of the optimizer, whose row has the bytes of its state.
     """
 
@@ -117,12 +117,12 @@ class Workload:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream: that of gathered shards, otherwise 4 (float32 under autocast)."""
+        """Bytes of an element of the residual stream: in the dtype of gathered shards, else 4 (float32 in autocast)."""
         return self.product if self.config.shards_parameters else FLOAT32
 
     @property
     def widens_norms(self) -> bool:
-        """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
+        """Whether RMSNorm saves float32 copies of its input and of its result before the weights are applied."""
         return self.device == "cpu" and self.shape.norm != "layernorm" and self.stream < FLOAT32
 
     def saved_by_block(self) -> dict[str, int]:
@@ -162,7 +162,7 @@ class Workload:
     def _saved_by_adapters(self) -> float:
         """Bytes per slot that adapters of a block save in addition to the inputs of matrices.
 
-        Dropout makes an input for each adapter, in place of those that several share; frozen products save none.
+        With dropout each adapter has an input of its own instead of a shared one; frozen products save no inputs.
         """
         block, product, shape = self.block, self.product, self.shape
         dropped = block.adapted_inputs * (2 * product if self.device == "cpu" else product + 1)
@@ -259,7 +259,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     # Before a block's backward pass the loss has freed its memory.
     temporary = max(block_temporary - loss, loss_temporary if part.is_last else 0)
     if work.micro_batches > 1:
-        # Autograd runs older operations last: in the second micro-batch, the casts of all gradients of copies.
+        # Autograd runs older operations last: in the second micro-batch it casts all gradients of copies at the end.
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)
     if disk and not config.offloads_parameters:  # on the device, a tensor's state while it is updated
@@ -273,9 +273,10 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
     """Return the temporary bytes of the loss, and of the backward pass of a block, in addition to saved tensors.
 
     Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix; on a CPU,
-    log-softmax of half-precision logits makes a float32 copy of them. Block:
-    activations computed again, gradients of the feed-forward layer's wide tensors and of the residual stream, a
-    matrix's gradient (or what it is dequantized or normalized from), and with `fully_shard` the block's gradients as
+    log-softmax of half-precision logits makes a float32 copy of them.
+
+    Block: recomputed activations, gradients of the feed-forward layer's wide tensors and of the residual stream, a
+    matrix's gradient (or the copies to dequantize or normalize it), and with `fully_shard` the block's gradients as
     computed and as reduced.
     """
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
@@ -295,7 +296,7 @@ def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
 
 
 def _matrix_bytes(adapter: AdapterConfig) -> int:
-    """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen one and its codes."""
+    """Temporary bytes per element of a matrix: its gradient, or float32 copies of a frozen matrix and its codes."""
     of_dora = 3 * FLOAT32 if adapter.name == "dora" else 0
     of_format = adapter.format.unpacked if adapter.format else 0
     return max(of_dora, of_format, FLOAT32 if adapter.name == "none" or adapter.train else 0)

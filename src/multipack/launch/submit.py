@@ -38,7 +38,7 @@ class SubmitRequest:
     """The interpreter, at the same path on every host."""
 
     def __post_init__(self) -> None:
-        """Check what could break the script."""
+        """Check the fields that could break the script."""
         if self.scheduler not in ("slurm", "pbs"):
             raise ValueError(f"--scheduler {self.scheduler or 'is not given'}: must be slurm or pbs")
         if not self.words:

@@ -31,9 +31,9 @@ from torch.distributed.run import main as torchrun
 from multipack.parallel.stores import loopback_socket
 
 FAILURE_SECONDS = 10.0
-"""How long processes may take to end after one of them has failed."""
+"""Time for processes to end after one of them has failed."""
 STOP_SECONDS = 600.0
-"""How long processes may take to save and stop after a signal; a second signal kills them."""
+"""Time for processes to save and stop after a signal; a second signal kills them."""
 
 HOST = "127.0.0.1"
 
@@ -44,7 +44,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """A rendezvous of the processes of this host alone: one store of bytes and JSON, which no other host reaches.
 
     Args:
-        port: of the store; 0 = a free one.
+        port: port of the store; 0 = a free one.
         run_id: prefix of the keys.
 
     Raises:
@@ -76,7 +76,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-    """Replace `PContext.close`: ask processes to end, and kill those that are left after a time.
+    """Replace `PContext.close`: ask processes to end, and kill the rest after a time.
 
     Args:
         processes: torch's `SubprocessContext`.

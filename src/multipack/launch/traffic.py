@@ -22,13 +22,13 @@ from multipack.planning.placement_report import key_bytes, token_bytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a step for one purpose.
+    """The bytes that a rank sends in a step for one purpose.
 
     Attributes:
         method: `data`, `tensor`, `context` or `pipeline`.
         kind: name of the collective, or `send`.
         ranks: number of ranks that take part.
-        reach: number of consecutive ranks that contain them; a host that holds all of these uses its own links.
+        reach: number of consecutive ranks that contain these ranks; if a host holds all of them, its links are used.
         payload: bytes of all calls, of whole tensors: before scattering, or after gathering.
     """
 
@@ -84,7 +84,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
 def _tensor(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ranks, hidden = work.config.tensor, work.slots * work.shape.d_model
     for kind in ("all_gather", "reduce_scatter"):
-        # Checkpointing repeats both of the forward pass, but the second reduce-scatter only if dropout follows it.
+        # Checkpointing repeats both exchanges of the forward pass, the second reduce-scatter only before dropout.
         again = 2 if kind == "all_gather" or work.shape.dropout else 1
         calls = part.layers * (4 + (again if work.recompute != "none" else 0)) + part.is_last
         size = calls * work.product + part.is_first * work.stream
@@ -105,7 +105,7 @@ def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
         each = token_bytes(shape, ranks, config.tensor, work.product) * ranks / (ranks - 1)
         times = exchanged * slots * (1.5 if again else 1)
         yield Traffic("context", "all_to_all", ranks, reach, round(calls * times * each))
-    if exchanged < 1:  # keys and values forward and backward, and the gradients of those received
+    if exchanged < 1:  # keys and values forward and backward, and the gradients of received ones
         each = key_bytes(shape, config.tensor, work.product)
         times = sent * (3 if again else 2) + received
         yield Traffic("context", "send", ranks, reach, round(calls * times * each))

@@ -3,8 +3,8 @@
     Blueprint ─▶ tensor ▸ context ▸ prepare (checkpointing, compilation) ▸ FSDP2 ▸ weights ▸ DDP ▸ optimizer (ZeRO 1)
                 └ in a pipeline: each stage of this rank, in the same way
 
-A strategy is a function applied to an untouched model. To add one: its file, its settings and what it divides in
-parallel_config.py, and its place here.
+A strategy is a function applied to an untouched model. To add one, write its file, add its settings and the things that
+it divides to parallel_config.py, and give it a place here.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build a model whole or in parts, and what parallelism needs to know about it.
+    """A description of a model for parallelism: how to build it whole or in parts, its parameters and costs.
 
     Attributes:
         build: (first, stop) → these blocks of the model, under their names in the whole; None → the whole model.
             Weights are arbitrary where ranks do not hold the whole: `initial` gives them.
         layers: number of blocks.
-        width: of the hidden states between blocks.
+        width: width of the hidden states between blocks.
         shapes: names and shapes of all parameters.
         initial: the initial weights, see `materialize`.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
         prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
-        from_main: whether rank 0 alone calls `initial`, because it reads files; no rank then draws other values
-            before.
+        from_main: whether rank 0 alone calls `initial`, because it reads files; the model is then built without values.
         saved: names of the parameters that the engine's state has, see `ModelEngine`; None = all.
-        dtypes: name → dtype, of those that are not float32.
+        dtypes: name → dtype of the parameters that are not float32.
         cost: cost of documents, by which context parallelism places them.
     """
 
@@ -88,9 +87,9 @@ def build_engine(
         optimizer: makes the optimizer of this rank's parameters.
         mesh: the ranks; without a process group every strategy is plain training.
         config: the strategies.
-        dtype: of forward passes.
-        micro_batches: per rank and step; a pipeline is built for this number.
-        clock: seconds.
+        dtype: precision of forward passes.
+        micro_batches: micro-batches per rank and step; a pipeline is built for this number.
+        clock: returns seconds.
 
     Raises:
         ValueError: the strategies cannot be applied to this model.

@@ -93,7 +93,7 @@ def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
         rank 2   a₂ b₂ c₂ ─┘     └─▶ Σ cᵣ
 
     Args:
-        tensor: of one shape on all ranks; its first dimension is a multiple of their number.
+        tensor: a tensor of one shape on all ranks; its first dimension is a multiple of their number.
         group: the ranks that take part.
 
     Returns:
@@ -119,7 +119,7 @@ def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Gro
     the heads, (T, H/n, D): the exchange of Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509).
 
     Args:
-        tensor: of one shape on all ranks; `split_dim` is a multiple of their number.
+        tensor: a tensor of one shape on all ranks; `split_dim` is a multiple of their number.
         split_dim: dimension along which it is split.
         join_dim: dimension along which pieces are joined, in the order of their ranks.
         group: the ranks that take part.
@@ -193,7 +193,7 @@ def broadcast_bytes(own: bytes, source: int = 0, group: Group = None) -> bytes:
 
 
 def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None) -> Tensor:
-    """The entry for this rank of what rank `source` of the run has for every rank of the group.
+    """This rank's entry of the bytes that rank `source` of the run has for every rank of the group.
 
     Args:
         each: bytes for each rank of the group; None on all ranks but the source.

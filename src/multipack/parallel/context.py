@@ -8,8 +8,8 @@
 
 Everything but attention works on each token alone and is unchanged: `divide_context` replaces the `attend` of every
 module that has one, and returns a function from a pack to this rank's share of it. Losses and gradients of the ranks
-sum to those of the whole pack. Elements that a rank sends per layer and pack of T slots, forward (n ranks, H query
-heads and K key heads of width D on this rank):
+sum to the whole pack's. Elements that a rank sends per layer and pack of T slots, forward (n ranks, H query heads and
+K key heads of width D on this rank):
 
     ulysses    (n − 1)/n · T/n · (2 H + 2 K) · D       and as much backward; K is first repeated to a multiple of n
     planned    2 K · D for each token that another rank needs, once for each such rank; twice as much backward
@@ -42,7 +42,7 @@ from multipack.planning.placement import Placing
 DIVIDED = {"input_ids": 0, "targets": IGNORE, "position_ids": 0, "weights": 0}
 """Tensors of a pack that ranks divide, and their values in padding; `weights` may be None."""
 LOSS = ("targets", "weights")
-"""Those of them that a pack of shared tokens has one of for each target, not for each token."""
+"""Tensors with an entry for each target, not for each token, in a pack whose documents share tokens."""
 Attend = Callable[..., Tensor]
 """(query, key, value, batch, backend, window, cap) → (tokens, H, D)."""
 
@@ -51,9 +51,9 @@ Attend = Callable[..., Tensor]
 class ContextBatch(PackedBatch):
     """One rank's tokens of a pack.
 
-    The tensors of `DIVIDED` are this rank's (T/ranks,), and `num_target_tokens` counts its targets. All other fields
-    are those of the whole pack. Where documents share tokens, `targets` and `weights`, and the rows of targets in
-    `tree`, are those of this rank's slots.
+    The tensors of `DIVIDED` hold this rank's (T/ranks,) part, and `num_target_tokens` counts its targets. All other
+    fields describe the whole pack. Where documents share tokens, `targets`, `weights` and the rows of targets in `tree`
+    cover this rank's slots.
 
     Attributes:
         whole: the whole pack.
@@ -72,9 +72,9 @@ def divide_context(
     The number of heads follows from the tensors, so tensor parallelism may be applied first.
 
     Args:
-        model: has modules with `attend`, an `Attend`.
-        mesh: of one dimension; its ranks hold the same model and get the same packs.
-        placing: how documents are placed on ranks; None = every pack is exchanged by Ulysses.
+        model: a model of modules with `attend`, an `Attend`.
+        mesh: a mesh of one dimension, whose ranks hold the same model and get the same packs.
+        placing: rule that places documents on ranks; None = every pack is exchanged by Ulysses.
 
     Returns:
         A function from a pack to this rank's share, which the model takes instead. It counts targets, so call it
@@ -102,7 +102,7 @@ def divide_context(
 
 
 def _limited(module: Any) -> str:
-    """What the attention of a module computes beside full attention inside documents; empty = nothing."""
+    """Names what limits the attention of a module inside documents, for a message; empty = nothing."""
     if getattr(module, "window", None):
         return "sliding windows"
     return "soft caps of scores" if getattr(module, "cap", None) else ""
@@ -167,7 +167,7 @@ def _attend(
     backend: str,
     *limits: Any,
 ) -> Tensor:
-    """Attend to the tokens of all ranks; arguments after the group are those of `Attend`."""
+    """Attend to the tokens of all ranks; arguments after the group as in `Attend`."""
     if not isinstance(batch, ContextBatch):
         raise ValueError(
             "this model's attention expects one rank's share of a pack, and got a whole pack: call the function that"

@@ -107,7 +107,7 @@ class StepResult:
 
     @property
     def synchronizing_seconds(self) -> float:
-        """Time of the last backward pass beyond the pace of the others, over the forward passes of their packs.
+        """Time of the last backward pass beyond its forward time × the other passes' ratio of backward to forward time.
 
         Where only the last pass synchronizes gradients, this is the communication that computing did not hide; NaN with
         one micro-batch.
@@ -159,10 +159,10 @@ class LossScaler:
 
 
 class Engine(Protocol):
-    """What training asks of a model on several ranks; `ModelEngine`, whose methods say more, is the first.
+    """The interface between training and a model on several ranks; `ModelEngine` is the first, and documents it.
 
     Another engine may clip inside `step`, and hold its state in other tensors, if `state` has the names of parameters
-    and pieces that any mesh can read. Attributes are those of `ModelEngine`.
+    and pieces that any mesh can read. See `ModelEngine` for the attributes.
     """
 
     mesh: Mesh
@@ -230,7 +230,7 @@ class ModelEngine:
 
     Args:
         modules: modules of this rank; without a pipeline one module, which takes a batch and returns the summed loss
-            over its targets. Names of parameters are those of the whole model.
+            over its targets. Parameters have their names in the whole model.
         optimizer: optimizer of their parameters.
         mesh: the ranks of the run.
         dtype: precision of forward passes; bf16 and fp16 use autocast, and fp16 also scales the loss.
@@ -338,7 +338,7 @@ class ModelEngine:
                 self.world.watch.at_stage(f"forward pass of micro-batch {index + 1}")
                 moved = self._moved(batch)
                 if is_last and self.mesh.gradient_size > 1:
-                    # Autograd computes the gradients of older copies last: DDP could send none during the pass.
+                    # Autograd computes gradients of copies from earlier passes last: DDP could not send any before.
                     drop_copies()
                 with self._synchronizing(is_last):
                     began = self.clock.mark()
@@ -386,7 +386,7 @@ class ModelEngine:
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Name → squared norm of each of the model's tensors, given this rank's pieces; collective."""
+        """Name → squared norm of each of the model's tensors, from this rank's pieces; collective."""
         return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
     def clip(self, max_norm: float) -> float:
@@ -442,7 +442,7 @@ class ModelEngine:
         """This rank's tensors, not copied; shards are `DTensor`s.
 
         Returns:
-            Groups "model" (parameters, those of `saved`), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
+            Groups "model" (the parameters in `saved`), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
         """
         slots = optimizer_state(self.optimizer, self.parameters)
         state: State = {"model": self._kept(self.parameters), "optimizer": slots}

@@ -11,10 +11,10 @@ Under gloo a collective that lacks a rank raises an error, but not while a check
 Under nccl it blocks in the driver, until torch's watchdog aborts the process. For both cases the thread of the
 heartbeat looks for lost ranks, prints the line and ends the process.
 
-A place is a step and a stage of it, as the host sees them. All ranks pass the same places in the same order, so that a
-rank that others wait for is among those with the lowest place. Under nccl a rank that hangs is not named if all ranks
-have the same place (in an evaluation or a checkpoint, which have no stages), and a rank whose device hangs while its
-host runs ahead may have a higher place than others. The passes of a pipeline are one stage.
+A place is a step and a stage of it, as the host sees them. All ranks pass the same places in the same order, so a rank
+that others wait for has the lowest place. Under nccl a rank that hangs is not named if all ranks have the same place
+(in an evaluation or a checkpoint, which have no stages), and a rank whose device hangs while its host runs ahead may
+have a higher place than others. The passes of a pipeline are one stage.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import torch.distributed as dist
 from multipack.parallel.ranks import is_reported, mark_reported, print_error
 
 INTERVAL_SECONDS = 1.0
-"""Time between heartbeats of a rank, with up to a thousand ranks; more share the store and take longer."""
+"""Time between heartbeats of a rank. More than a thousand ranks share the store, and wait longer in proportion."""
 GRACE_SECONDS = 6.0
-"""How long ranks whose collective failed wait for each other's reports, with up to a thousand ranks."""
+"""Time that ranks whose collective failed wait for each other's reports; more than a thousand ranks wait longer."""
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed"
     r"|remote process exit|network error|was aborted",
@@ -68,7 +68,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
-    """Whether an error is that of a collective that another rank did not complete."""
+    """Whether an error comes from a collective that another rank did not complete."""
     if isinstance(error, NotConnected):
         return False
     if isinstance(error.__cause__, Exception) and is_lost_rank_error(error.__cause__):
@@ -82,7 +82,7 @@ def is_lost_rank_error(error: BaseException) -> bool:
 
 
 class Alone:
-    """How far a rank is in its run; of a run of one process this is all.
+    """The place of a rank in its run. A run of one process needs no more.
 
     Attributes:
         place: number of the step, number of the step's stage, the stage in words.
@@ -109,7 +109,7 @@ class Watch(Alone):
 
     Args:
         store: connection to the store of the run, used by nothing else.
-        rank, size: of this process, and the number of processes.
+        rank, size: rank of this process, and number of processes.
         timeout_seconds: how long a collective waits for a missing rank.
         blocks: whether a collective that lacks a rank blocks instead of raising an error: under nccl.
     """
@@ -121,7 +121,7 @@ class Watch(Alone):
             each * max(1.0, size / 1000) for each in (INTERVAL_SECONDS, GRACE_SECONDS)
         )
         self._failures = 0
-        # Rank → its last heartbeat, and since when it is the last.
+        # Rank → its last heartbeat, and the time at which this process first saw it.
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._failed_at = self._looked_at = 0.0
         self._ended = threading.Event()
@@ -139,8 +139,8 @@ class Watch(Alone):
         Waits for the reports of other ranks, up to 8 seconds. An error that was reported before is returned.
 
         Args:
-            error: of this rank.
-            one_line: whether to print its message only, without a traceback; None = of `ValueError` and `OSError`.
+            error: an error of this rank.
+            one_line: whether to print no traceback; None = for `ValueError` and `OSError`.
 
         Returns:
             The error; `LostRank` in its place if it only says that another rank is missing.
@@ -199,7 +199,7 @@ class Watch(Alone):
         return self._first(key, message)
 
     def _first(self, key: str, message: str) -> str:
-        """The message of the first rank that wrote one; that of this rank, if it is the first."""
+        """The message of the first rank that wrote one; `message` if this rank is the first."""
         return str(self._store.compare_set(key, "", message).decode())
 
     @property
@@ -252,8 +252,8 @@ class Watch(Alone):
             self._failed_at = self._failed_at or now
             if now - self._failed_at > self._grace:
                 self._end(self._store.get("failure/1").decode())
-        # Twice this is less than the timeout, after which torch's watchdog would abort the process without a name.
-        # Where collectives raise errors, these come first.
+        # Under nccl two waits of this length must end before the timeout, at which torch's watchdog aborts the process
+        # and names no rank. Under gloo the error of the collective comes first, at the timeout.
         patience = (0.45 if self._blocks else 1.0) * self._timeout_seconds
         if waited < patience:
             self._beats.clear()

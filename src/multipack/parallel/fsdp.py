@@ -5,8 +5,8 @@
     its gradient      reduce-scattered in every micro-batch: whole only while it is computed
 
 Every block is one FSDP unit. All that is outside of blocks (embedding, last norm, head) is one more unit, which stays
-whole from the beginning of the forward pass to the end of the backward pass, because both use it. The stages are those
-of Rajbhandari et al. 2020 (arXiv:1910.02054), except that zero2's parameters are sharded between steps too.
+whole from the beginning of the forward pass to the end of the backward pass, because both use it. The stages follow
+Rajbhandari et al. 2020 (arXiv:1910.02054), except that zero2's parameters are sharded between steps too.
 
 On a mesh of two dimensions, groups × shards, groups hold the same shards (HSDP): gradients are reduce-scattered within
 a group in every micro-batch and all-reduced over groups once a step. Groups of one rank are plain data parallelism,
@@ -48,12 +48,12 @@ def shard(
     on the meta device. Gradients are averaged over the mesh, in float32.
 
     Args:
-        model: has `blocks`; must be called as a module, because hooks of its forward pass gather parameters.
-        mesh: of one dimension (shards), or of two (groups that hold the same shards, shards).
+        model: a model with `blocks`; call it as a module, because hooks of its forward pass gather parameters.
+        mesh: a mesh of one dimension (shards), or of two (groups that hold the same shards, shards).
         reshard: free a block's parameters after its forward pass and gather them again for its backward pass.
-        dtype: of gathered parameters, and so of the computation: bfloat16 gathers half the bytes. Shards, reduction,
-            optimizer and inputs such as rotary tables stay float32. Not float16: its scaled gradients would overflow
-            unnoticed in the reduction.
+        dtype: dtype of gathered parameters, and so of the computation: bfloat16 gathers half the bytes. Shards,
+            reduction, optimizer and inputs such as rotary tables stay float32. Not float16: its scaled gradients would
+            overflow unnoticed in the reduction.
         offload: keep shards of parameters and gradients, and with them the optimizer state, in host memory.
         pin: offload to pinned memory, if the device is a GPU; mapped files cannot be pinned.
     """
@@ -79,11 +79,12 @@ def _free_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def synchronizing(model: nn.Module, *, keep: bool = False) -> Callable[[bool], AbstractContextManager[None]]:
-    """Choose when ranks synchronize gradients; returns is_last (of the step's micro-batches) → context to run it in.
+    """Choose when ranks synchronize gradients; returns a function: whether a micro-batch is the last → its context.
 
     - DDP all-reduces gradients in the last micro-batch only; until then a rank's gradient is its own.
-    - Shards reduce-scatter gradients in every micro-batch. Once a step would be less traffic, but every rank would hold
-      the whole gradient until then. Groups that hold the same shards all-reduce them in the last micro-batch only.
+    - Shards reduce-scatter gradients in every micro-batch. A reduction once a step would send less, but every rank
+      would hold the whole gradient until then. Groups that hold the same shards all-reduce them in the last
+      micro-batch only.
 
     Args:
         model: sharded, or in DDP; any other does not synchronize.

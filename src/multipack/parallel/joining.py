@@ -1,4 +1,4 @@
-"""How the processes of a run join and leave: their ranks, device, store, watch and process group.
+"""Joining and leaving a run: the ranks, device, store, watch and process group of its processes.
 
 This process's rank comes from the launcher's variables (ranks.py). Without a launcher the world is a single process and
 no process group exists.
@@ -91,14 +91,14 @@ def connected(
 def joined(
     ranks: Ranks, address: tuple[str, int], device: torch.device, timeout_seconds: float, command: str = ""
 ) -> Iterator[World]:
-    """The ranks of a run with their process group, also that of a single rank; see `connected`.
+    """The ranks of a run with their process group, also for a single rank; see `connected`.
 
     Args:
         ranks: this process.
         address: host and port of the store.
-        device: of this process.
+        device: device of this process.
         timeout_seconds: how long a collective waits for a missing rank before it raises.
-        command: what started this process.
+        command: command that started this process.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

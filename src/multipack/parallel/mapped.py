@@ -32,7 +32,7 @@ class MappedFiles:
 
     Args:
         folder: existing folder.
-        rank: of this process.
+        rank: rank of this process.
 
     Raises:
         ValueError: there is no such folder, or it cannot be written.
@@ -79,7 +79,7 @@ class MappedFiles:
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def release(self, tensor: Tensor) -> None:
-        """Drop the pages of a tensor from this process; the kernel writes those that changed. Values stay."""
+        """Drop the pages of a tensor from this process; the kernel writes changed pages. Values stay."""
         address = local(tensor).untyped_storage().data_ptr()
         if address in self._sizes:
             size = ctypes.c_size_t(self._sizes[address])
@@ -89,12 +89,12 @@ class MappedFiles:
 class MappedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer whose state is in files: it steps one tensor after the other.
 
-    `param_groups` and `state` are those of the wrapped optimizer; tensors of `state` are on the CPU between steps.
+    `param_groups` and `state` belong to the wrapped optimizer; tensors of `state` are on the CPU between steps.
     Counters of steps stay in memory.
 
     Args:
         wrapped: the optimizer, without state yet.
-        files: where state is kept.
+        files: files of the state.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, files: MappedFiles) -> None:

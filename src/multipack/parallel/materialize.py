@@ -5,7 +5,7 @@
                        or rank 0 reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
     check_equal        ranks that hold the same piece compare its hash
 
-Beside its own pieces a rank never holds more than one whole tensor (rank 0: also what the source holds to make it).
+Beside its own pieces a rank never holds more than one whole tensor (rank 0 also holds what its source needs).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def materialize(
         source: returns the whole value of a parameter, on the world's device or on the CPU.
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
         world: all ranks.
-        device: of the parameters; None = the world's.
+        device: device of the parameters; None = the world's.
         empty_like: a parameter on the meta device → one with memory; None = on `device`.
-        dtypes: name → dtype, of parameters that have another one than most.
+        dtypes: name → dtype of the parameters whose dtype differs from the others'.
         from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank
             calls it for the parameters that it holds, and nothing is sent.
 
@@ -99,7 +99,7 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
 def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
     """Check that ranks which hold the same piece of a tensor hold the same values; collective.
 
-    Pieces are identified by the tensor's name and by their offsets and sizes; tensors that are no `DTensor`s are whole.
+    Pieces are identified by the tensor's name and by their offsets and sizes; plain tensors are whole.
 
     Returns:
         A hash of all pieces of all ranks, the same on every rank.

@@ -1,4 +1,4 @@
-"""Optimizers: the bytes of their states, and what they need whole on a rank. No torch.
+"""Optimizers: the bytes of their states, and the units that a rank must hold whole. No torch.
 
 An optimizer is a name, a row in `OPTIMIZERS`, and a function of that name in training/, from groups of parameters and
 `OptimizerConfig` to an optimizer of torch.
@@ -15,7 +15,7 @@ OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit_ao", "m
 """Values of `optimizer.name`."""
 DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 SMALLER_STATES: tuple[OptimizerName, ...] = ("adamw_bf16", "adamw_8bit")
-"""What `multipack advise` tries where the state of the default does not fit, largest state first."""
+"""Optimizers that `multipack advise` tries where the default's state does not fit, largest state first."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class OptimizerRow:
 
     Attributes:
         title: the algorithm, in the header of a run.
-        module: of training/, with its function.
+        module: module in training/ with its function.
         state_bytes: bytes of the moments of an element, with their scales.
         matrix_bytes: the same in matrices of blocks, if it updates only these and AdamW all others.
-        needs: what a rank must hold whole, on the device, to update an element.
+        needs: the unit that a rank must hold whole, on the device, to update an element.
         has_fused: whether `optimizer.fused` applies.
     """
 
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
 
 
 def check_optimizer(name: OptimizerName, parallel: ParallelConfig) -> None:
-    """Check that ranks and offload leave whole what an optimizer needs whole.
+    """Check that ranks and offload do not divide the units that an optimizer needs whole.
 
     Raises:
         ValueError: they do not; the message names the settings and the nearest legal choices.

@@ -29,7 +29,7 @@ STAGES_PER_RANK = 2
 
 @dataclass(frozen=True)
 class DataStrategy:
-    """What one value of `parallel.data` divides among data-parallel ranks, in addition to packs.
+    """A value of `parallel.data`: the state that it divides among data-parallel ranks, in addition to packs.
 
     Attributes:
         shards_parameters: FSDP2 shards parameters, gradients and optimizer state.
@@ -167,7 +167,7 @@ class ParallelConfig:
 
         Args:
             shape: shape of the decoder.
-            limited: whether a backend was chosen, which only ulysses calls, or documents share tokens.
+            limited: whether the settings choose a backend, which only ulysses calls, or documents share tokens.
         """
         limited = bool(limited or shape.window or shape.attention_cap or shape.architecture)
         return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
@@ -204,11 +204,11 @@ class ParallelConfig:
         return world_size // self.model_ranks
 
     def divisions(self, world_size: int) -> dict[str, int]:
-        """Number of parts into which data-parallel ranks, and those that divide tokens, divide a model's state.
+        """Number of parts into which data-parallel and context ranks divide a model's state.
 
         Returns:
-            Number of parts of "parameters" (and gradients, between steps) and of the state of the "optimizer"; and
-            "replicas", the ranks that hold, and all-reduce, the same shards.
+            Parts of the "parameters" (and of gradients between steps); parts of the state of the "optimizer"; and
+            "replicas", the number of ranks that hold, and all-reduce, the same shards.
         """
         axes = self.axes(world_size)
         data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
@@ -270,7 +270,7 @@ class ParallelConfig:
             world_size: number of processes of the run.
             capacity: maximum number of slots of a pack.
             dtype: precision of forward passes.
-            resumed: whether the shape is that of a saved run and cannot change.
+            resumed: whether the shape comes from a saved run and cannot change.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
@@ -351,7 +351,7 @@ class ParallelConfig:
             )
 
     def _nearest_ranks(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
-        """The legal number of ranks of an axis nearest to the given one, with the other axes unchanged."""
+        """The legal number of ranks of an axis nearest to the current one, with the other axes unchanged."""
         given = int(getattr(self, name))
         available = world_size // (self.model_ranks // given)
         return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)

@@ -224,7 +224,7 @@ class ScheduleRunner:
         trains: whether there are backward passes.
 
     Attributes:
-        passes: those of the last step, in order.
+        passes: passes of the last step, in order.
     """
 
     def __init__(

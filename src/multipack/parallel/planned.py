@@ -13,7 +13,7 @@ up to the beginning of its last piece. Ranks exchange them in one all-to-all, wh
 placement, while they compute their own pieces; results merge by their log-sum-exp (ops/attention/kernel.py). Whole
 documents are in no message, and a pack of whole documents needs no all-to-all. The backward pass exchanges keys and
 values again, and returns their gradients to their owners. All ranks call the same collectives in the same order, so
-none waits for ever.
+none waits forever.
 
 A rank with s tokens to send and r to receive (counted once for each receiver) sends s · 2·K·D elements forward and
 (s + r) · 2·K·D backward, of K key heads of width D.
@@ -49,7 +49,7 @@ from multipack.planning.lengths import offsets_of
 from multipack.planning.placement import Placement
 
 PADDING = 128
-"""Slots of a piece of padding, which attends to itself: longer ones would cost more."""
+"""Most slots of a piece of padding, which attends to itself: the cost grows with the square."""
 ALL = Limits(causal=False)
 """Every query sees every key."""
 Wait = Callable[[], Any]
@@ -62,13 +62,13 @@ class Schedule(Movable):
     """One rank's work for one pack, computed on the host.
 
     Attributes:
-        pieces: the rank's pieces, in the order of documents and tokens, then those of padding.
-        tokens: (tokens of the rank,) int64 their places in the pack.
+        pieces: the rank's pieces, in the order of documents and tokens, then pieces of padding.
+        tokens: (tokens of the rank,) int64 places of the rank's tokens in the pack.
         sent: int64 own tokens whose keys are sent, by receiver.
         sent_sizes, received_sizes: tokens for each rank, and from each rank.
         kept: int64 own tokens of divided documents before the rank's last piece.
-        order: int64 places, among `kept` and then what is received, of the keys of each divided document in order.
-        blocks: queries among the rank's tokens, and the keys before them that all of them see, among those of `order`.
+        order: int64 places of the keys of each divided document in order, in `kept` followed by the received tokens.
+        blocks: ranges of the rank's queries, and of the earlier keys that all of them see, counted in `order`.
         is_local: whether no rank sends anything.
     """
 
@@ -87,9 +87,9 @@ class Schedule(Movable):
         """The work of a rank.
 
         Args:
-            placement: of the pack's documents.
+            placement: placement of the pack's documents.
             rank: the rank.
-            slots: slots that the rank computes, with padding; 0 = those of its tokens.
+            slots: slots that the rank computes, with padding; 0 = one for each of its tokens.
         """
         own = np.flatnonzero(placement.rank == rank)
         sizes = placement.sizes
@@ -144,7 +144,7 @@ class Schedule(Movable):
 
 
 def _ranges(parts: Sequence[tuple[int, int]]) -> Tensor:
-    """int64 numbers of consecutive ranges, given as (start, size)."""
+    """int64 numbers of consecutive (start, size) ranges."""
     found = [np.arange(start, start + size) for start, size in parts]
     return torch.from_numpy(np.concatenate(found) if found else np.empty(0, dtype=np.int64))
 
@@ -247,7 +247,7 @@ class _Work:
         return out, lse
 
     def backward(self, upstream: Tensor, saved: Saved) -> Gradients:
-        """Gradients of this rank's q, k and v from the queries of all ranks."""
+        """Gradients of this rank's q, k and v; k and v receive gradients from the queries of all ranks."""
         schedule, backward = self.schedule, self.kernel.backward
         assert backward is not None  # as its results merge
         q, k, v, out, lse = saved
@@ -262,7 +262,7 @@ class _Work:
 
         merged, totals = Saved(q, keys, values, out, lse), (dq, of_keys, of_values)
         add_gradients(of_block, schedule.blocks, upstream, merged, totals)
-        del pairs, keys, values, merged  # before as large tensors are made
+        del pairs, keys, values, merged  # frees them before tensors of this size are made
         arranged = torch.empty_like(gradients)
         arranged[schedule.order] = gradients
         count = len(schedule.kept)
@@ -301,7 +301,7 @@ class _Work:
 
     @staticmethod
     def add(dk: Tensor, dv: Tensor, tokens: Tensor, gradients: Tensor) -> None:
-        """Add (tokens, 2, K, D) gradients to those of these keys and values, in place; no token occurs twice."""
+        """Add (tokens, 2, K, D) gradients to `dk` and `dv` at `tokens`, in place; no token occurs twice."""
         if len(tokens):
             dk[tokens] += gradients[:, 0]
             dv[tokens] += gradients[:, 1]

@@ -1,8 +1,7 @@
 """The rank of this process, read from its launcher's environment variables, and its errors. Imports no torch.
 
-Each launcher uses different variable names, a row of `LAUNCHERS`. Processes inherit variables, so that
-those of several launchers may be set. Rows that apply must agree; otherwise an error names the variables. Rows are
-ignored in these cases:
+Each launcher uses different variable names, a row of `LAUNCHERS`. Processes inherit variables, so several launchers'
+may be set. Rows that apply must agree; otherwise an error names the variables. Rows are ignored in these cases:
 
 - Inside torchrun all other rows: srun or mpiexec may have started one torchrun per node.
 - srun's row, if srun started one helper process of an MPI launcher per node, or a shell, or if the process belongs to
@@ -54,9 +53,9 @@ class Ranks:
     """One process of a run.
 
     Attributes:
-        rank: of this process, 0 … size − 1.
+        rank: rank of this process, 0 … size − 1.
         size: number of processes of the run.
-        local_rank: rank of this process among those of its host.
+        local_rank: rank of this process on its host.
         local_size: number of processes on this host; 0 = unknown.
         launcher: a name in `LAUNCHERS`, `"torchrun"`, or `"none"`.
     """
@@ -69,11 +68,11 @@ class Ranks:
 
 
 Claim = tuple[str, dict[str, tuple[str, int]]]
-"""A launcher and what its variables say: `rank`, `size`, `local_rank` or `local_size` → (variable, value)."""
+"""A launcher and the values of its variables: `rank`, `size`, `local_rank` or `local_size` → (variable, value)."""
 
 
 def find_ranks(environment: Mapping[str, str]) -> Ranks:
-    """The rank of a process with these environment variables; without those of a launcher it is the only one.
+    """The rank of a process with these environment variables; without a launcher's it is the only one.
 
     Raises:
         ValueError: two launchers disagree, a value is missing or not a number, or a rank is not below the size.
@@ -110,7 +109,7 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
     """Address and port of the store that the processes of a run join through, the same for all of them.
 
     Taken from MASTER_ADDR and MASTER_PORT, which torchrun and `multipack launch` set. Processes started by srun alone
-    use the first host of their step; those started by mpiexec alone must be on one host.
+    use the first host of their step; processes started by mpiexec alone must be on one host.
 
     Raises:
         ValueError: the host of rank 0 is unknown.
@@ -170,7 +169,7 @@ def port_of(job: str) -> int:
 
 
 def _claims(environment: Mapping[str, str]) -> list[Claim]:
-    """What the rows that apply to this process say."""
+    """The claims of the rows that apply to this process."""
     found: list[Claim] = []
     for row in LAUNCHERS[:1] if "TORCHELASTIC_RUN_ID" in environment else LAUNCHERS:
         if row.launcher == "srun" and not _is_step(environment):

@@ -31,7 +31,7 @@ from multipack.parallel.collectives import scatter_bytes
 from multipack.parallel.mesh import Mesh
 
 FIELDS = "fields"
-"""Name of the tensor of bytes with what is no tensor of a batch, as JSON."""
+"""Name of the tensor of bytes that holds all other values of a batch, as JSON."""
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
@@ -40,7 +40,7 @@ def opens_tokens(mesh: Mesh, readers: int) -> bool:
 
 
 def _reader_of(mesh: Mesh, readers: int) -> int:
-    """The data-parallel rank that reads for this one: each serves ⌈size / readers⌉ neighbors, itself the first."""
+    """The data-parallel rank that reads for this one: the first of ⌈size / readers⌉ neighbors."""
     served = -(-mesh.data_size // readers)
     return mesh.data_rank // served * served
 
@@ -70,7 +70,7 @@ def open_loader(
 
 
 class ScatteredLoader(PackedLoader):
-    """A loader whose packs come from a reader rank; arguments are those of `open_loader`.
+    """A loader whose packs come from a reader rank; see `open_loader` for the arguments.
 
     If a reader fails, the iteration ends on all its ranks with the reader's message.
 
@@ -102,7 +102,7 @@ class ScatteredLoader(PackedLoader):
             yield self._round(step * self.sampler.micro_batches + micro_batch - 1), position
 
     def _round(self, pack: int) -> PackedBatch:
-        """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""
+        """Micro-batch number `pack` of this rank in the epoch; a reader makes it for all its ranks."""
         packs = [_to_bytes(each) for each in self._read(pack)] if self._rank == self.reader else None
         try:
             received = scatter_bytes(packs, self.reader, self._group)
@@ -114,7 +114,7 @@ class ScatteredLoader(PackedLoader):
         return _from_bytes(received)
 
     def _read(self, pack: int) -> Sequence[PackedBatch | Exception]:
-        """A batch for each rank that this reader serves; in place of batches the error that prevents them."""
+        """A batch, or the error that prevents it, for each rank that this reader serves."""
         step, micro_batch = divmod(pack, self.sampler.micro_batches)
         numbers: list[int] = []
         try:

@@ -12,7 +12,7 @@ from multipack.shapes import ModelShape
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank of a pipeline holds of a model.
+    """The part of a model on one rank of a pipeline.
 
     Attributes:
         layers: number of blocks.
@@ -31,7 +31,7 @@ class RankPart:
 
 
 def head_layers(shape: ModelShape) -> float:
-    """Cost of the projection onto the vocabulary relative to that of a layer, by matrix elements."""
+    """Cost of the projection onto the vocabulary relative to a layer, by matrix elements."""
     return shape.d_model * shape.vocabulary_size / shape.layer_parameters
 
 
@@ -68,11 +68,11 @@ def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:
 
 
 def parts_of_ranks(shape: ModelShape, config: ParallelConfig, micro_batches: int) -> list[RankPart]:
-    """What each rank along the pipeline holds.
+    """The part of the model on each rank along the pipeline.
 
     Micro-batches in flight on rank r of P: all M (gpipe); at most P − r (1f1b: Narayanan et al. 2019, PipeDream);
     with V stages per rank, 2(P − r − 1) + (V − 1)P + 1 passes of one stage each (interleaved: Narayanan et al. 2021,
-    arXiv:2104.04473, §2.2), which is 1/V of that in micro-batches.
+    arXiv:2104.04473, §2.2), of which V make a micro-batch.
     """
     ranks, stages = config.pipeline, config.stages
     if ranks == 1:

@@ -1,7 +1,6 @@
 """Named tensors of a model and its optimizer on any number of ranks: state, saved values, pieces and norms.
 
-Names are those of the whole model in one process. A rank holds a tensor whole, a shard of it (a `DTensor`), or not
-at all.
+A tensor has its name in the whole model. A rank holds it whole, as a shard (a `DTensor`), or not at all.
 
 `torch.distributed.checkpoint.state_dict` names optimizer state in the same way, but only for one module with state for
 all of its parameters: a rank may hold several stages of a pipeline, and under ZeRO-1 the state of some parameters.
@@ -25,7 +24,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class StateSource(Protocol):
-    """Saved tensors by group and name, such as those of a checkpoint."""
+    """Saved tensors by group and name, such as a checkpoint's."""
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
         """Names and whole shapes of a group's tensors; empty if there is no such group."""
@@ -39,8 +38,8 @@ class StateSource(Protocol):
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Live state tensors of an optimizer as "<parameter>.<slot>", such as "head.weight.exp_avg".
 
-    A slot may have another shape than its parameter. Parameters without state (frozen ones, and under ZeRO-1 those
-    that another rank updates) have no entries.
+    A slot may have another shape than its parameter. Parameters without state (frozen, or under ZeRO-1 updated by
+    another rank) have no entries.
     """
     return {
         f"{name}.{slot}": value
@@ -127,8 +126,8 @@ def squared_norms(
     Σ over ranks of |piece|² / copies, where `copies` ranks hold the same piece.
 
     Args:
-        tensors: what this rank holds, by name; missing ones count as zeros.
-        names: of all the model's tensors, the same on every rank.
+        tensors: this rank's tensors by name; missing ones count as zeros.
+        names: names of all tensors of the model, the same on every rank.
         mesh: the ranks.
         duplicates: names that this rank holds and another stage of its pipeline counts.
     """

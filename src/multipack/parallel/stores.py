@@ -28,7 +28,7 @@ def loopback_socket(host: str, port: int) -> int | None:
 
     Args:
         host: address of the store.
-        port: of the store; 0 = a free one.
+        port: port of the store; 0 = a free one.
 
     Raises:
         OSError: the port is taken.

@@ -274,8 +274,8 @@ _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
     "norm": (_TokenLayerNorm, _TokenOffsetRMSNorm, _DividedRMSNorm, _TokenRMSNorm),
     "gathers": (),
 }
-"""Kind → divided types. A module takes the first whose base class it has, with that class's `forward`; `heads` fewer
-than ranks take `_SharedHeadLinear` or `_SharedHeadLora`."""
+"""Kind → divided types. A module gets the first type whose base class it has with an unchanged `forward`.
+With fewer heads than ranks, `heads` gets `_SharedHeadLinear` or `_SharedHeadLora`."""
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -314,7 +314,7 @@ def _divided_type(
 
 
 def _placement(divided_type: type[_TensorParallel], own: str) -> Shard | Replicate:
-    """How ranks divide a module's parameter. The parts of a quantized matrix divide like it; its steps stay whole."""
+    """How ranks divide a module's parameter. Parts of a quantized matrix divide like it, but its steps stay whole."""
     if own == "weight_steps":
         return Replicate()
     return divided_type.placements["weight" if own in PARTS else own]
@@ -379,7 +379,7 @@ def _head_rows(module: _SharedHeadLinear | _SharedHeadLora) -> slice:
 
 
 def _on_first(bias: Tensor | None, group: Group) -> Tensor | None:
-    """A bias on the first rank of a group; on others 0, with the same gradient."""
+    """`bias` on the first rank of a group, 0 on the others; the gradient is the same on all."""
     return bias if bias is None or dist.get_rank(group) == 0 else bias - bias.detach()
 
 

@@ -24,14 +24,14 @@ class World:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank, size: of this process, and the number of processes.
-        local_rank: rank of this process among those of its host.
-        device: where this process computes.
-        backend: of the process group: gloo, nccl, or none, as in a run of one process.
-        launcher, command: what started this process.
+        rank, size: rank of this process, and number of processes.
+        local_rank: rank of this process on its host.
+        device: device of this process.
+        backend: backend of the process group: gloo, nccl, or none, as in a run of one process.
+        launcher, command: launcher and command that started this process.
         timeout_seconds: how long a collective waits for a missing rank.
         groups: process groups made so far: see `subgroup`.
-        watch: how far this rank is, and which rank failed.
+        watch: the place of this rank in the run, and the report of failed ranks.
     """
 
     rank: int = 0
@@ -85,8 +85,8 @@ class World:
         """Make a gloo group, for threads that exchange data on the CPU during training.
 
         Args:
-            ranks: its members, which alone call this: under nccl, torch would involve the other ranks in collectives.
-                None = all ranks.
+            ranks: members of the group; None = all ranks. Only they call this, because under nccl torch would involve
+                other ranks in collectives.
 
         Raises:
             NotConnected: a ValueError; the ranks cannot connect.

@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         factory: makes the optimizer, from the names and tensors of all parameters.
-        parameters: by name; equal on every rank (of a `DTensor` its local part).
+        parameters: parameters by name; their values (of a `DTensor` the local part) are equal on every rank.
         mesh: the ranks, in one dimension.
 
     Attributes:

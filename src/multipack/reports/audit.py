@@ -1,11 +1,11 @@
-"""`audit`: was every document of every epoch trained exactly once? From the run directory alone.
+"""`audit`: checks from a run directory alone that every document of every epoch was trained exactly once.
 
-    documents.jsonl   the documents of each step, and with an epoch's first step what it carries and drops
+    documents.jsonl   the documents of each step, and in an epoch's first step the documents that it carries and drops
     metrics.jsonl     the numbers of steps and of documents, and which steps were skipped: written apart
     checkpoints       the position from which a run resumes, and the hash of documents.jsonl at that step
 
-An epoch of N documents is exact if its steps together with what it drops and carries are the documents 0 … N − 1 and
-those that the epoch before carried, each once. Of an epoch that has not ended, nothing may be repeated.
+An epoch of N documents is exact if the documents that it trains, drops and carries are the documents 0 … N − 1 and the
+documents that it received from the epoch before, each once. An epoch that has not ended must not repeat any.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class EpochAudit:
     """The documents of an epoch.
 
     Attributes:
-        epoch: its number, from 0.
-        total: its documents, without those carried in; None where unknown: of a stream, or without its first step.
-        steps: steps recorded, and `planned` of its plan (None: unknown).
+        epoch: number of the epoch, from 0.
+        total: number of documents, without carried-in ones; None = unknown, as for a stream or without a first step.
+        steps, planned: recorded steps, and steps of its plan (None: unknown).
         trained: documents in these steps, each counted as often as it was trained.
         carried_in, carried, dropped: numbers of documents.
-        repeated, lost: documents trained too often, and those in no step.
+        repeated, lost: numbers of documents trained too often, and of documents in no step.
         is_complete: whether its last step is recorded.
     """
 
@@ -61,7 +61,7 @@ class EpochAudit:
 
 @dataclass
 class Audit:
-    """The result of `audit`: `problems` is empty if every document is accounted for; `notes` name what else to know."""
+    """The result of `audit`: `problems` is empty if every document is accounted for; `notes` are other remarks."""
 
     epochs: list[EpochAudit] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -82,12 +82,12 @@ class _EpochRecords:
 
 @dataclass
 class _PlanRecord:
-    """What the first step of an epoch says of its plan.
+    """The record of an epoch's plan with its first step.
 
     Attributes:
-        documents, steps: their numbers; None where unknown.
+        documents, steps: numbers of documents and steps; None where unknown.
         carried_in, carried, dropped: documents; empty where unknown.
-        is_damaged: whether a value is missing, or none of its kind.
+        is_damaged: whether a value is missing or of another type.
     """
 
     documents: int | None
@@ -115,7 +115,7 @@ def audit(path: str | Path) -> Audit:
     """Account for every document of a run.
 
     Raises:
-        FileNotFoundError: `path` is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: the run has no documents.jsonl: it is of an earlier version, or of log.documents=false.
     """
     run, _ = find_run(path)
@@ -196,9 +196,9 @@ def _epochs(
 def _close(
     epoch: _EpochRecords, carried: Integers | None, stream: tuple[Integers, int] | None, found: Audit
 ) -> Integers | None:
-    """Account for the documents of an epoch; returns what it carries, None if unknown.
+    """Account for the documents of an epoch; returns the documents that it carries, None if unknown.
 
-    `stream` is what a stream left over, and the number of its documents, if it has ended.
+    `stream`: leftover documents and number of documents of a stream that has ended.
     """
     name, plan, trained = f"epoch {epoch.number}", _PlanRecord.of(epoch.plan), np.concatenate(epoch.documents)
     if plan.is_damaged:
@@ -252,7 +252,7 @@ def _close(
 
 
 def _repetitions(name: str, epoch: _EpochRecords, plan: _PlanRecord, repeated: Integers) -> Iterator[str]:
-    """Where each of the first repeated documents of an epoch is, and how many more there are."""
+    """The steps of each of the first repeated documents of an epoch, and the number of others."""
     for document in repeated[:MOST_NAMED].tolist():
         steps = zip(epoch.steps, epoch.documents, strict=True)
         places = [f"step {step:,}" for step, each in steps for _ in range(int((each == document).sum()))]
@@ -264,7 +264,7 @@ def _repetitions(name: str, epoch: _EpochRecords, plan: _PlanRecord, repeated: I
 
 
 def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
-    """What a stream left over, and the number of its documents; None if the history does not end with its end."""
+    """Leftover documents and number of documents of a stream; None if the history does not end with its end."""
     last = events[-1] if events else {}
     left, total = integers(last.get("dropped")), whole(last.get("documents"))
     return None if left is None or total is None else (left, total)
@@ -279,23 +279,23 @@ def _repeated(documents: Integers, twice: Integers) -> Integers:
 
 
 def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers, int]:
-    """Documents below `total` that do not occur, or not once more for each time in `twice`: some, and how many."""
+    """Some documents below `total` that occur less than once plus their times in `twice`, and how many there are."""
     values, counts = np.unique(documents, return_counts=True)
     inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
     widths = np.diff(inside) - 1
-    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be any number: no array is as long
+    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be huge: no array has this length
     shown = [inside[gap] + 1 + np.arange(min(widths[gap], MOST_NAMED)) for gap in gaps.tolist()]
     again = []
     for value, extra in zip(*np.unique(twice, return_counts=True), strict=True):
         have = int(counts[values == value].sum())
-        if 0 < have < 1 + extra:  # those that do not occur at all are in a gap
+        if 0 < have < 1 + extra:  # a document that never occurs is in a gap
             again.append(int(value))
     found = np.unique(np.concatenate([*shown, np.array(again, dtype=np.int64)]))
     return found, int(widths.sum()) + len(again)
 
 
 def _compare_metrics(run: RunDirectory, counts: dict[int, int], found: Audit) -> None:
-    """Compare steps and numbers of documents with those of metrics.jsonl, and name steps that were skipped."""
+    """Compare steps and numbers of documents with metrics.jsonl, and name steps that were skipped."""
     metrics = Lines(run.metrics)
     seen, skipped, different = set(), [], []
     for _, record in metrics.new():
@@ -333,7 +333,7 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
             step, data, marks = whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
             done = whole(
                 data["step"] + data.get("taken", 0)
-            )  # of a stream: steps of windows, and of this window
+            )  # of a stream: steps of earlier windows, and of this window
             place = whole(data.get("epoch", 0)), done
             mark, metrics = marks.get("documents"), marks["metrics"]
             agrees = mark is None or _begins_with(run.documents, mark)

@@ -50,11 +50,11 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
 
 
 class Detail(str):
-    """A note on a choice that rows of a header show; only `log.verbose` prints it."""
+    """A note on a choice that rows of a header already show; only `log.verbose` prints it."""
 
 
 def folded(notes: Sequence[str], most: int) -> tuple[list[str], int]:
-    """The first notes, each whole and wrapped, in this number of lines if the first fits; and how many are left out."""
+    """Lines of the first notes, at most `most` unless the first note alone has more; and the number of other notes."""
     lines: list[str] = []
     for number, note in enumerate(notes):
         more = wrapped(note, LINE).split("\n")

@@ -10,7 +10,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def text_curve(x: Sequence[float], y: Sequence[float], columns: int = 72, rows: int = 10) -> list[str]:
-    """Lines of text with a curve through points, its highest and lowest value on the left, and its first and last x.
+    """Lines of text with a curve through points, its highest and lowest value on the left, its first and last x below.
 
     Args:
         x: positions, ascending.

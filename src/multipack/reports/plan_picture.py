@@ -13,7 +13,7 @@ from multipack.data.text.skipped import counted
 from multipack.machine import import_extra
 
 COLORS = "viridis"
-"""Color map of lengths and costs: even in lightness, so that it reads without hue."""
+"""Color map of lengths and costs: lightness rises evenly, so that it can be read without hue."""
 FREE, INK, ACCENT, MARK = "#dfe2e7", "#1c2330", "#0067a8", "#c2570c"
 
 
@@ -140,7 +140,7 @@ def _image(column: Any, below: Any, size: Any, length: Any, columns: int, height
 
 
 def _draw_trees(figure: Any, view: dict[str, Any]) -> None:
-    """The nodes of some packs: documents side by side, and below each node those of the documents that go on."""
+    """The nodes of some packs: documents side by side, and below each node the nodes that continue it."""
     from matplotlib import colormaps
 
     trees = view["trees"]

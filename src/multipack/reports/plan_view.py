@@ -1,4 +1,4 @@
-"""What pictures of a plan show, as plain values: packs beside padded batches, cost over ranks, lengths, measures."""
+"""Values of the pictures of a plan: packs beside padded batches, cost over ranks, lengths, measures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multipack.reports.tree_picture import nodes_of, rows_of
 Integers = NDArray[np.int64]
 
 MOST_DOCUMENTS = 3000
-"""Documents drawn as blocks; of more, evenly spaced packs are drawn."""
+"""Most documents drawn as blocks; of more, evenly spaced packs are drawn."""
 FEWEST_PACKS = 24
 """Packs drawn as blocks, of several steps if one has fewer."""
 MOST_CELLS = 40_000
@@ -30,7 +30,7 @@ BINS = 48
 MOST_TREES = 3
 """Packs whose nodes are drawn, where documents share their beginnings."""
 MOST_ROWS = 64
-"""Documents drawn of such a pack."""
+"""Most documents drawn of such a pack."""
 
 
 def plan_view(
@@ -73,8 +73,8 @@ def plan_view(
 def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     """Documents of some packs: their places in the packs, and in padded batches in the order of the epoch.
 
-    Of each document: length, the tokens of it that no other one in its item has, place in the order, pack, and the
-    slots below it in the pack; of each padded batch: its longest document.
+    Of each document: length, tokens that no other document of its item has, place in the order, pack, and the slots
+    below it in the pack; of each padded batch: its longest document.
     """
     first = step % made.num_steps
     stop = first + 1
@@ -114,7 +114,7 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
 
 
 def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-    """Of the documents at these places of `made.order`: length, tokens added, slots, place in the epoch's order."""
+    """Length, added tokens, slots and place in the epoch's order of the documents at `places` of `made.order`."""
     items, inside = made.items, made.order[places]
     lengths, added = items.lengths[items.documents(inside)], items.added(inside)
     return lengths, added, made.options.slots(added), items.places(made.division.entries[places])
@@ -144,7 +144,7 @@ def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
 def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
     """Cost of every rank's micro-batches over steps, relative to the mean pack, and the slowest rank of each step.
 
-    `slowest` is what each step waits for over the mean of its ranks, `least` the proven lower bound of that.
+    `slowest` is the cost of a step's slowest ranks over the mean of all ranks, `least` its proven lower bound.
     """
     ranks, sync, micro_batches = (
         found.data_parallel_size,

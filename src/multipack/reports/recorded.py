@@ -1,4 +1,4 @@
-"""Values of a run's files, which may be torn, edited or of another version: as they are expected, or nothing."""
+"""Checked values of a run's files, which may be torn, edited or of another version: others are None, NaN or empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_TEXT = 4000
-"""Characters of a text."""
+"""Most characters of a text."""
 
 
 def whole(value: Any) -> int | None:
@@ -43,7 +43,7 @@ def texts(value: Any) -> list[str]:
 
 
 def pairs(value: Any) -> list[tuple[str, str]]:
-    """(name, text) rows of a list; those of another form are left out."""
+    """The (name, text) rows of a list; other entries are left out."""
     rows = value if isinstance(value, list) else []
     found = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return [(str(name)[:80], str(text)[:MOST_TEXT]) for name, text in found]

@@ -1,4 +1,4 @@
-"""`read_run`: what a run directory holds, as far as it can be read. Files may be torn, foreign or of other versions."""
+"""`read_run`: the contents of a run directory, as far as it can be read: files may be torn or of other versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lines:
     """The lines of a growing JSON Lines file; each call of `new` returns the records since the last one.
 
     Attributes:
-        problems: one sentence for each kind of lines that are no records.
+        problems: one sentence for each kind of invalid lines.
         torn: whether the last line is incomplete: its writer was killed, or is writing it.
         restarted: whether the last call began again, because the file had been cut.
     """
@@ -40,7 +40,7 @@ class Lines:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the lines so far."""
+        """Problems of the lines so far, a sentence each."""
         found = []
         if self._broken:
             more = f" and {len(self._broken) - 1:,} more" if len(self._broken) > 1 else ""
@@ -53,7 +53,7 @@ class Lines:
         """(number of the line, record) of each complete line that was not returned before.
 
         Raises:
-            ValueError: the file is no regular file, or a line is too long.
+            ValueError: the file is not a regular file, or a line is too long.
         """
         self.restarted = False
         if not self.path.exists():
@@ -121,7 +121,7 @@ class Columns:
 
 @dataclass
 class CheckpointFolder:
-    """A checkpoint's name, step, bytes, time of completion, and what names it; without its content."""
+    """A checkpoint's name, step, bytes, time of completion, and the pointers to it; without its content."""
 
     name: str
     step: int
@@ -132,7 +132,7 @@ class CheckpointFolder:
 
 @dataclass
 class RunData:
-    """What a run directory holds.
+    """The contents of a run directory.
 
     Attributes:
         run: the directory.
@@ -141,8 +141,8 @@ class RunData:
         evaluations: metrics of evaluations.
         history: starts and ends of processes, in order; empty in runs of earlier versions.
         samples: (step, text) of each evaluation.
-        checkpoints: those in the folder.
-        problems: what could not be read, one sentence each.
+        checkpoints: the checkpoints in the folder.
+        problems: one sentence for each thing that could not be read.
     """
 
     run: RunDirectory
@@ -166,7 +166,7 @@ class RunData:
 
     @property
     def end(self) -> dict[str, Any] | None:
-        """How the last process ended; None while it runs, or if it was killed."""
+        """The recorded end of the last process; None while it runs, or if it was killed."""
         last = self.history[-1] if self.history else {}
         return last if last.get("event") == "end" else None
 
@@ -175,7 +175,7 @@ def read_run(path: str | Path) -> RunData:
     """Read a run directory; nothing of it is changed.
 
     Raises:
-        FileNotFoundError: it is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: config.yaml cannot be read.
     """
     run, _ = find_run(path)
@@ -195,14 +195,14 @@ def read_run(path: str | Path) -> RunData:
 def add_record(found: RunData, record: dict[str, Any]) -> bool:
     """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
     own, synchronizing = record.get("dtb"), record.get("dtc")
-    if isinstance(own, float) and isinstance(synchronizing, float):  # a part of it
+    if isinstance(own, float) and isinstance(synchronizing, float):  # it is a part of the backward time
         record = record | {"dtb": own - synchronizing}
     is_evaluation = any(name.startswith("val_loss") for name in record)
     return (found.evaluations if is_evaluation else found.steps).add(record)
 
 
 def communication(found: RunData) -> str:
-    """Where the communication of a run's ranks is in the parts of its steps; empty for one process."""
+    """Which part of a step's time holds the communication of ranks, as text; empty for one process."""
     texts = []
     if "dtc" in found.steps:
         texts.append(

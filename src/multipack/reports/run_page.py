@@ -115,7 +115,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         parts = zip(steps["dt"], *(steps[key] for key in known), strict=True)
         steps["other"] = [max(dt - sum(filter(math.isfinite, rest)), 0.0) for dt, *rest in parts]
     every = max(-(-len(found.samples) // MOST_SAMPLES), 1)
-    samples = found.samples[::-1][::every][::-1]  # the last one is always there
+    samples = found.samples[::-1][::every][::-1]  # with the last one
     bars, notes = padding_cost(found)
     return {
         "name": name,
@@ -226,7 +226,7 @@ def time_shares(steps: Columns) -> dict[str, float]:
 
 
 def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
-    """What padding would have cost: bars of slots and tokens, and sentences."""
+    """The cost of padding: bars of slots and tokens, and sentences."""
     share, size = finite(found.start.get("padded_share")), finite(found.start.get("padded_batch_size"))
     tokens, seconds = tokens_and_seconds(found.steps)
     if not (0 < share <= 1 and size >= 1 and tokens):
@@ -299,7 +299,7 @@ def sessions(found: RunData) -> list[dict[str, Any]]:
 
 
 def warnings(found: RunData) -> list[str]:
-    """What a reader of the run should know: damage, skipped steps, documents left out, notes of the last start."""
+    """Warnings about a run: damage, skipped steps, documents left out, notes of the last start."""
     lines = [*found.problems, *texts(found.start.get("left_out")), *texts(found.start.get("notes"))]
     if skipped := sum(found.steps.known("skipped")):
         lines.append(f"{skipped:.0f} steps were skipped: fp16 overflow, or a spike of loss or gradient")
@@ -312,7 +312,7 @@ def warnings(found: RunData) -> list[str]:
 
 
 def config_rows(found: Sequence[RunData]) -> list[list[Any]]:
-    """[name, whether the runs differ, value of each run…] of every setting; those that differ first."""
+    """[name, whether the runs differ, value of each run…] of every setting; differing settings first."""
     names = {name: None for each in found for name in each.config}
     rows = [[name, *(str(each.config.get(name, "–"))[:MOST_TEXT] for each in found)] for name in names]
     marked = [[name, len(set(values)) > 1, *values] for name, *values in rows]
@@ -350,7 +350,7 @@ def loss_curve(found: RunData, columns: int) -> list[str]:
 
 
 def markdown(found: Sequence[RunData]) -> str:
-    """A summary of runs in Markdown, after the settings in which they differ."""
+    """A summary of runs in Markdown, below the settings in which they differ."""
     lines = []
     if differing := differences(found):
         heads = "".join(f" {_cell(name)} |" for name in run_names(found))

@@ -107,7 +107,7 @@ def report_rows(
 
 
 def _filled(report: PlanReport) -> str:
-    """Return what the packing efficiency is a share of; above 1 it is none."""
+    """Return the words after the packing efficiency, which above 1 is a ratio and no share."""
     return "real tokens over slots" if report.slots < report.tokens else "of the slots hold tokens"
 
 
@@ -121,7 +121,7 @@ def _shared_row(report: PlanReport) -> Rows:
 
 
 def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
-    """Return what a plan reaches, in one line."""
+    """Return the results of a plan in one line."""
     found = f"{report.efficiency:.1%} {_filled(report)} ({padded_share:.1%} in padded batches)"
     if ranks == 1:
         return found
@@ -130,7 +130,7 @@ def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
 
 
 def corpus_rows(corpus: Corpus) -> Rows:
-    """Return rows about documents that are not in the plan, or trained otherwise than they seem to be."""
+    """Return rows about documents that are not in the plan, or changed."""
     held, fit = len(corpus.validation), corpus.train_fit.describe()
     return [
         *([("validation", f"{counted(held, 'documents')} kept for it")] if held else []),
@@ -245,7 +245,7 @@ def _length_rows(report: CorpusReport) -> Rows:
 
 
 def print_store(console: Console, path: Path, report: CorpusReport, fit: str = "") -> None:
-    """Print the rows of a token store, what is done to long documents, and a histogram of document lengths."""
+    """Print the rows of a token store, the policy for long documents, and a histogram of document lengths."""
     rows = store_rows(path, report)
     console.section("token store", [*rows, ("too long", fit)] if fit else rows)
     if report.is_stream:
@@ -274,7 +274,7 @@ def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
 
 
 def audit_rows(found: Audit) -> Rows:
-    """Return rows about the documents of each epoch of a run, and what is wrong."""
+    """Return rows about the documents of each epoch of a run, and problems."""
     rows = []
     for each in found.epochs:
         whole = f" of {each.planned:,}" if each.planned is not None else ""

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Tokens of a pack that are computed once: those of `rows` documents from place `start` on."""
+    """Tokens of a pack that are computed once and belong to `rows` documents, from place `start` on."""
 
     first: int
     rows: int
@@ -41,7 +41,7 @@ class Node(NamedTuple):
 
 
 def rows_of(items: SharedItems, pack: NDArray[np.int64]) -> list[Row]:
-    """The documents of a pack of items. The second one of a pair comes after those that share more with the first."""
+    """The documents of a pack. A pair's second document follows the documents that share more with its first."""
     rows, waiting = list[Row](), list[Row]()
     for entry in items.entries(pack).tolist():
         document, shared = int(items.members.order[entry]), int(items.shared[entry])
@@ -87,7 +87,7 @@ def draw_trees(
     Args:
         plan: a plan made of `SharedItems`.
         step: index of the step.
-        letters: those of the documents of a pack, used cyclically.
+        letters: letters of the documents of a pack, used cyclically.
         tokens_per_character: None = the smallest power of two at which the longest document fits into one row.
         columns: maximum characters of a row.
         max_documents: maximum number of documents drawn of a pack.

@@ -1,4 +1,4 @@
-"""`watch`: a run live in the terminal, from its files, in another process or on another machine with the same disk."""
+"""`watch`: a live view of a run in the terminal, from its files: in another process, or on a machine with its disk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from multipack.reports.run_page import duration, key_figures, means, time_shares
 from multipack.untrusted import one_line, printable
 
 RECENT = 50
-"""Steps whose median time predicts the rest."""
+"""Last steps whose median time predicts the time left."""
 MOST_POINTS = 1000
-"""Points of the curve."""
+"""Most points of the curve."""
 SAMPLE_LINES = 6
 """Most lines of the last sample."""
 MOST_WARNINGS = 3
-"""Most warnings."""
+"""Most warnings in a view."""
 
 
 class LiveRun:
-    """A run directory that another process is writing; `update` reads what is new."""
+    """A run directory that another process is writing; `update` reads new records."""
 
     def __init__(self, path: Path) -> None:
         self.found = read_run(path)
@@ -56,7 +56,7 @@ class LiveRun:
         return found
 
     def frame(self, columns: int, rows: int, now: float) -> RenderableType:
-        """What a terminal of this size shows; `now` is the time in seconds since the epoch."""
+        """The picture for a terminal of this size; `now` is the time in seconds since the epoch."""
         found = self.found
         step, total = int(found.steps.last("step")) if len(found.steps) else 0, found.total_steps
         parts: list[RenderableType] = [
@@ -95,7 +95,7 @@ class LiveRun:
         return text_curve(x, y, max(min(columns, 110), 24), rows)
 
     def state(self, now: float) -> str:
-        """Whether the run runs, as far as its files tell."""
+        """The state of the run's process, as far as the files show it."""
         found = self.found
         if (end := found.end) is not None:
             return f"ended after step {end.get('step')}" + (f": {end['reason']}" if end.get("reason") else "")
@@ -117,13 +117,13 @@ def watch(
 
     Args:
         path: the run directory.
-        seconds: between two looks.
+        seconds: time between two updates.
         once: print one frame.
         console: the terminal.
         wait: sleeps; replaced in tests.
 
     Raises:
-        FileNotFoundError: it is no run directory.
+        FileNotFoundError: `path` is not a run directory.
         ValueError: its config.yaml cannot be read.
     """
     shown = LiveRun(path)

@@ -40,7 +40,7 @@ DECIDING = ("micro_batch", "gradient", "accept")
 
 
 class Reading:
-    """A copy of a tensor to the host that has begun and is not waited for before `values`."""
+    """A copy of a tensor to the host, in the background until `values` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None
@@ -74,7 +74,7 @@ def may_read_later(engine: Engine, callbacks: Iterable[Callback]) -> bool:
 def sum_over_ranks(
     mesh: Mesh, data: StepData, result: StepResult, signal: int, seconds: float = 0.0
 ) -> Tensor:
-    """Sums over ranks by one all-reduce, not read from the device.
+    """Sum the numbers of a step over ranks by one all-reduce, which leaves them on the device.
 
     Returns:
         (3 + data-parallel ranks + packs,) float64: the step's loss, its slots, signals to stop, the `seconds` of each
@@ -113,15 +113,15 @@ class StepApplier:
     """Applies steps after their backward passes, and reads and records their numbers, all in order.
 
     Args:
-        parts: of the run.
-        stop: agrees on a signal that a rank received.
-        record: gets the metrics of every step.
+        parts: parts of the run.
+        stop: the request to stop; ranks agree on a signal that one of them received.
+        record: called with the metrics of every step.
 
     Attributes:
         step: number of the step that was applied last.
-        steps: number of the last step of the run, to which the learning rate is scheduled.
-        loss: of the step that was read last.
-        running: summed loss since the last evaluation, and what it is divided by.
+        steps: number of steps of the run, for the learning-rate schedule.
+        loss: loss of the step that was read last.
+        running: summed loss since the last evaluation, and its denominator.
     """
 
     def __init__(self, parts: Parts, stop: StopRequest, record: Record) -> None:
@@ -140,7 +140,7 @@ class StepApplier:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Count seconds of the next step from now: an evaluation or a checkpoint has ended."""
+        """Start the clock of the next step now, after an evaluation or a checkpoint."""
         self._mark: Any = self._engine.clock.mark()
 
     def apply(self, step: int, data: StepData, result: StepResult) -> None:
@@ -170,7 +170,7 @@ class StepApplier:
         self._record(step, data, result, (middle, engine.clock.mark()), sums, metrics)
 
     def _apply_ahead(self, step: int, data: StepData, result: StepResult) -> None:
-        """Apply a step without a wait for its numbers; read and record those of the step before it."""
+        """Apply a step without a wait for its numbers; read and record the numbers of the step before."""
         engine, rate = self._engine, self._rate(step)
         sums = self._sum(data, result)
         middle = engine.clock.mark()
@@ -182,7 +182,7 @@ class StepApplier:
         self.settle(partial(self._read, step, data, result, marks, rate, reading))
 
     def settle(self, unread: Callable[[], None] = lambda: None) -> None:
-        """Read and record the step that was applied last; `unread` does so for the one that takes its place."""
+        """Read and record the last applied step; keep `unread`, which does so for the next one, for the next call."""
         last, self._unread = self._unread, unread
         last()
 

@@ -62,7 +62,7 @@ from multipack.training.weights import Reader, TrainedWeights, adapt_weights, fi
 
 @dataclass(frozen=True)
 class Opening:
-    """Where a run takes place.
+    """The place of a run: its directory and its ranks.
 
     Attributes:
         config: the settings, with the run directory and the day on which the run starts, equal on all ranks.
@@ -82,10 +82,10 @@ class Start:
     """The model that a run starts with.
 
     Attributes:
-        shape: of the model to train.
-        weights: reads its first weights, or those under its adapters; None = they are drawn, or in the checkpoint.
+        shape: shape of the model to train.
+        weights: reads its first weights, or the frozen ones of adapters; None = they are drawn, or in the checkpoint.
         folder: the checkpoint or folder whose small files and chat template the run keeps; None = there is none.
-        base_hash: of the files of frozen weights under adapters; empty without adapters.
+        base_hash: hash of the files of frozen weights of adapters; empty without adapters.
         notes: for the header of the run.
     """
 
@@ -101,9 +101,9 @@ class OpenModel:
     """A model that is ready to be trained or evaluated.
 
     Attributes:
-        config: the settings, with everything resolved that they leave to the run.
-        objective: what is trained, on which documents.
-        shape: of the model.
+        config: the settings, resolved.
+        objective: the objective, with the documents.
+        shape: shape of the model.
         cost_model: the cost that plans balance, and FLOPs.
         engine: this rank's part of the model.
         notes: for the header of the run.
@@ -127,7 +127,7 @@ class Parts:
         feeds: packs of steps and of evaluations.
         callbacks: in the order in which they are called.
         files: writes the files of the run.
-        notes: of all phases, for the header of the run.
+        notes: notes of all phases, for the header of the run.
     """
 
     opening: Opening
@@ -339,9 +339,9 @@ def open_model(
 
 
 def run_cost(config: Config, shape: ModelShape, checkpoint: Checkpoint | None = None) -> CostModel:
-    """The cost that a run plans with: FLOPs of its shape and of what is trained.
+    """The cost that a run plans with: FLOPs of its shape and of its trained matrices.
 
-    Runs with adapters of earlier versions were planned as if all matrices were trained: resumed ones keep that plan.
+    Earlier versions planned runs with adapters as if all matrices were trained; a resumed run keeps this plan.
     """
     adapter = config.adapter if config.adapter.name != "none" else None
     cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)
@@ -359,12 +359,12 @@ def shape_of(
 ) -> ModelShape:
     """The decoder's shape with its vocabulary.
 
-    That of a resumed run has the family of its checkpoint, and a model of transformers is built from the config.json in
-    it: the folder may have changed since.
+    A resumed run keeps the family of its checkpoint. A model of transformers is built from the checkpoint's
+    config.json, because its folder may have changed.
 
     Args:
-        config: of the run.
-        tokenizer: of the documents.
+        config: settings of the run.
+        tokenizer: tokenizer of the documents.
         initial: the weights that are read, whose family the run keeps.
         resumed: the checkpoint of a resumed run.
 
@@ -421,10 +421,10 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
 def resolve(
     config: Config, objective: Objective, shape: ModelShape, packs: int, world: World
 ) -> tuple[Config, list[str]]:
-    """Choose what settings leave to the run: by the device, the initial weights and the kind of documents.
+    """Resolve settings by the device, the initial weights and the kind of documents.
 
     Returns:
-        The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
+        The configuration with vocabulary, packs of a step and all choices, and notes for the header of the run.
     """
     optimizer, data = config.optimizer, config.data
     train, notes = device_settings(config, world)

@@ -97,8 +97,8 @@ def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[
     """The operations that Liger's kernels compute, by `model.kernels`.
 
     Raises:
-        ValueError: it is liger, and this run cannot use one of them; the message has the reason.
-        ImportError: it is liger, which is not installed.
+        ValueError: `model.kernels=liger`, and this run cannot use one of the kernels; the message has the reason.
+        ImportError: `model.kernels=liger`, and Liger is not installed.
     """
     wanted = config.model.kernels
     found = problems(shape, flatten(asdict(config)))
@@ -120,7 +120,7 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
     """Check that `optimizer.rules` leave trained parameters in the first stage of a pipeline; needs no process group.
 
     Raises:
-        ValueError: they leave none, or a rule matches no parameter.
+        ValueError: no parameter of the first stage is trained, or a rule matches no parameter.
     """
     stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
@@ -142,7 +142,7 @@ def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: Worl
     """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
 
     Raises:
-        ValueError: they would not.
+        ValueError: the weights would not fit.
     """
     parallel, free = config.parallel, available_memory()
     elements = sum(each.numel() for each in whole.values())

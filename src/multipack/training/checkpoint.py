@@ -39,7 +39,7 @@ from multipack.run import COMPLETE, FORMAT, STATE, RunDirectory, check_format
 from multipack.training.checkpoint_tensors import Pieces, TensorFiles, divide, write_pieces
 
 _PATIENCE = timedelta(days=1)
-"""How long ranks wait for each other while a checkpoint is written."""
+"""Time that ranks wait for each other while a checkpoint is written."""
 DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged file may raise."""
 TENSORS = "tensors"
@@ -100,7 +100,7 @@ class CheckpointWriter:
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU. Ranks wait for the
-        # slowest one to write, however long that takes: `Watch` ends those that wait for one without heartbeats.
+        # slowest one to write, however long that takes: `Watch` ends ranks that wait for one without heartbeats.
         if world.backend != "none":
             self._group = world.cpu_group()
             _set_pg_timeout(_PATIENCE, self._group)
@@ -179,7 +179,7 @@ class CheckpointWriter:
         return f"{self._run.checkpoints / self._writing} was not written: {error}; {self._run.advice()}"
 
     def _copied(self, pieces: Pieces) -> Pieces:
-        """Copies of pieces in host memory; those of GPU tensors are in pinned buffers that the next save uses again."""
+        """Copies of pieces in host memory; for GPU tensors in pinned buffers, which the next save uses again."""
         before, self._kept, copies = self._kept, {}, Pieces()
         for name, (values, offsets) in pieces.items():
             if not values.is_cuda:
@@ -248,7 +248,7 @@ def _complete(
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> str:
-    """Remove what killed processes left, and all checkpoints but the newest and the best; returns as `sweep`."""
+    """Remove leftovers of killed processes, and all checkpoints but the newest and the best; returns as `sweep`."""
     best = run.best.read_text(encoding="utf-8", errors="replace").strip() if run.best.is_file() else ""
     found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
     older = sorted(path for path in found if path.name != best)
@@ -262,7 +262,7 @@ def _prune(run: RunDirectory, newest: Path, keep: int) -> str:
 
 
 def sweep(run: RunDirectory) -> str:
-    """Remove what killed processes left in the directory of a run that no process is writing.
+    """Remove leftovers of killed processes in the directory of a run that no process is writing.
 
     Returns:
         The first path that could not be removed, such as a file that is open over NFS, and why; empty if there is none.
@@ -317,7 +317,7 @@ def _open(path: Path, world: World, weights_only: bool) -> Checkpoint:
 
 
 def damage(path: Path, files: Files, checked: Collection[str]) -> str:
-    """How the files of a folder differ from those that were written, empty if they do not.
+    """How the files of a folder differ from `files`, as text; empty if they do not.
 
     Checksums are compared for the names in `checked`.
     """

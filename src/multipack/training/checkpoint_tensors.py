@@ -55,7 +55,7 @@ def divide(tensors: State, world: World) -> Pieces:
     A piece that several ranks hold goes to the one with the fewest bytes so far.
 
     Args:
-        tensors: what this rank holds, by group and name; a `DTensor` is a shard.
+        tensors: this rank's tensors by group and name; a `DTensor` is a shard.
         world: all ranks.
 
     Raises:

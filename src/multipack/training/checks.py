@@ -1,8 +1,8 @@
 """Rules on the settings of a run: one table of settings that cannot be combined. Imports no torch but for `model=hf:`.
 
-A row says when it applies, and what to do instead. Ranges of single settings, and combinations inside one group, are
-checked by the group itself (`ParallelConfig`, `OptimizerConfig`, …) when it is made; `check` asks everything else that
-is known before the ranks of the run meet, and `check_kind` what the kind of documents decides.
+A row says when it applies, and what to do instead. A group of settings (`ParallelConfig`, `OptimizerConfig`, …) checks
+its ranges and its own combinations when it is made; `check` checks everything else that is known before the ranks of
+the run meet, and `check_kind` the settings that depend on the kind of documents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
 
 Kind = Literal["documents", "pairs", "labels"]
-"""What the documents of a run are: each its own item, preference pairs, or labeled answers."""
+"""Kind of a run's documents: single documents, preference pairs, or labeled answers."""
 
 
 class Refusal(NamedTuple):
@@ -47,7 +47,7 @@ def _each(names: Sequence[str], applies: Callable[[Any, str], Any], message: str
 
 
 def _of_foreign(name: str, instead: Any) -> Refusal:
-    """A setting of which the code of transformers computes one value only."""
+    """A setting of which the code of transformers supports one value only."""
     group, _, leaf = name.partition(".")
     return Refusal(
         lambda run: run.foreign and getattr(getattr(run, group), leaf) not in (instead, "auto"),
@@ -197,7 +197,7 @@ def check(config: Config, processes: int) -> None:
     """
     run, parallel, resumes = _facts(config), config.parallel, config.train.resume != "false"
     _raise_first(RULES, run)
-    if run.foreign and not resumes:  # the model of a resumed run is that of the checkpoint
+    if run.foreign and not resumes:  # a resumed run has the checkpoint's model
         from multipack.training.foreign_checks import check_shape  # imports torch
 
         check_shape(config, run.foreign)
@@ -239,11 +239,11 @@ def _facts(config: Config, **more: Any) -> SimpleNamespace:
 
 
 def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
-    """What follows from the number of processes: packs of a step and of a rank, and slots that ranks divide."""
+    """Facts that follow from the number of processes: packs of a step and of a rank, and slots that ranks divide."""
     parallel, plan = config.parallel, config.plan
     ranks, saved = parallel.data_size(processes), plan.packs_per_step
     given = plan.for_ranks(ranks).packs_per_step
-    packs = given if config.train.resume == "false" else saved  # those of a resumed run do not change
+    packs = given if config.train.resume == "false" else saved  # a resumed run keeps its packs
     both, slots = math.lcm(plan.align, parallel.token_multiple), config.pack_slots or 0
     return {
         "ranks": ranks,

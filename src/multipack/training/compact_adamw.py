@@ -50,12 +50,12 @@ def adamw_8bit(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with compact moments.
 
-    State of a parameter: `step`, `exp_avg` and `exp_avg_sq`, shards as the parameter is one; 8-bit moments also have
+    State of a parameter: `step`, `exp_avg` and `exp_avg_sq`, sharded like the parameter; 8-bit moments also have
     `exp_avg_scale` and `exp_avg_sq_scale` with one column per block. Shards may divide rows, but not columns.
 
     Args:
-        groups: as torch's AdamW, with `lr` and `weight_decay`; and `names`, in the order of `params`.
-        moments: how they are stored.
+        groups: groups as for torch's AdamW, with `lr`, `weight_decay`, and `names` in the order of `params`.
+        moments: format of the moments.
         options: `lr`, `betas` and `eps`, the defaults of groups.
     """
 
@@ -114,7 +114,7 @@ def _empty_state(parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros_like(parameter, dtype=dtype)
         if codes:
-            # Shards as the parameter's, and on its device, which under offload is not that of the mesh.
+            # Sharded like the parameter and on its device: under offload the mesh has another device.
             columns = parameter.detach()[:, : -(-parameter.shape[1] // BLOCK)]
             state[f"{name}_scale"] = torch.zeros_like(columns, dtype=torch.float32).contiguous()
     return state
@@ -150,7 +150,7 @@ def _write(part: dict[str, Tensor], name: str, values: Tensor, generator: torch.
 
 
 def _rounded(values: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """float32 values whose lowest bits are 0: random bits are added, which carry into the others, and cut off."""
+    """float32 values rounded stochastically: random lowest bits are added, carry into the others, and are cut off."""
     words = values.contiguous().view(torch.int32)
     noise = torch.randint(1 << bits, words.shape, dtype=torch.int32, device=words.device, generator=generator)
     return noise.add_(words).bitwise_and_(-(1 << bits)).view(torch.float32)

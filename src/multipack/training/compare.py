@@ -47,7 +47,7 @@ def padded_batches(
     seed: int,
     loss_weighting: LossWeighting = "token",
 ) -> list[PackedBatch]:
-    """The given documents in random batches of `batch_size`, each padded to its longest document."""
+    """Documents `numbers` in random batches of `batch_size`, each padded to its longest document."""
     shuffled = np.random.default_rng(seed).permutation(numbers)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
     return [
@@ -75,7 +75,7 @@ def compare_with_padding(
     Weights stay as they are, but the optimizer's state does not: call it after the last step of a run.
 
     Args:
-        engine: of a world with one process.
+        engine: an engine in a world of one process.
         documents: the training documents of the plan.
         plan: its first steps are compared.
         batch_size: documents in a padded batch.

@@ -1,4 +1,4 @@
-"""`evaluate`: the loss of trained weights on given documents, or on the validation documents of their run.
+"""`evaluate`: the loss of trained weights on any documents, or on the validation documents of their run.
 
     run, checkpoint, Hugging Face folder ─▶ settings ─▶ engine ─┐
     data=… | the run's validation documents ─▶ documents ───────┴─▶ losses, by source; metrics of preferences
@@ -40,7 +40,7 @@ from multipack.training.weights import Weights, adapt_weights, find_weights
 from multipack.words import read_yaml, split
 
 CHOOSING = {"data", "data.source", "data.path", "data.paths"}
-"""Settings that name documents; without them those of the run are taken."""
+"""Settings that name documents; without them the run's validation documents are evaluated."""
 KEPT = ("between", "train_on_prompt", "overlong", "overlap", "repeat_prompt", "verify", "cache")
 """Settings `data.*` of a run that apply to other documents too."""
 
@@ -50,11 +50,11 @@ class SetLoss:
     """The loss of a set of documents.
 
     Attributes:
-        name: of the source in a mixture; empty for all documents.
-        documents: their number; a preference pair is one.
-        targets: their target tokens.
+        name: source in a mixture; empty for all documents.
+        documents: number of documents; a preference pair is one.
+        targets: number of target tokens.
         loss: mean loss, weighted as in training (`train.loss_weighting`).
-        perplexity: e^loss; None if the loss is no mean over tokens.
+        perplexity: e^loss; None if the loss is not a mean over tokens.
     """
 
     name: str
@@ -107,7 +107,7 @@ def evaluate(
     Args:
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
-            Without documents those that the run validates on are taken.
+            Without documents, the run's validation documents are evaluated.
         weights: which weights of a run: latest, best or ema.
         console: shows progress.
 
@@ -131,12 +131,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate.
+    """A request to evaluate: the weights and the settings.
 
     Attributes:
         path: folder of the run, the checkpoint or the model.
         config: settings.
-        checkpoint: the checkpoint whose run's validation documents are evaluated; None: those of `config.data`.
+        checkpoint: its run's validation documents are evaluated; None = the documents of `config.data`.
         reference: model that preference pairs are compared with, unless the settings name one; empty = unknown.
     """
 
@@ -147,7 +147,7 @@ class EvaluationRequest:
 
 
 def compose_evaluation(path: Path | str, words: Sequence[str]) -> EvaluationRequest:
-    """The settings of an evaluation: those of the run that determine a loss, and `words`.
+    """The settings of an evaluation: the run's settings that determine a loss, and `words`.
 
     Raises:
         FileNotFoundError: there are no weights at `path`.
@@ -245,7 +245,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 
 
 def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
-    """The settings, for pairs with the model that they are compared with, for others without preferences."""
+    """The settings: for pairs with their reference model, for other documents without preferences."""
     config = request.config
     if corpus.validation.store.item_size == 1:
         return replace(config, preference=PreferenceConfig())

@@ -8,7 +8,7 @@ FOLDER/
   tokenizer_config.json   special tokens, longest document, chat template
 
 A run that started with a Hugging Face folder writes that folder's settings again: sampling parameters, padding token
-and others, special_tokens_map.json, and the dtype of its weights, where none is given.
+and others, special_tokens_map.json, and the dtype of its weights unless `dtype` names one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def export(
         path: the run or the checkpoint.
         folder: to write; it must not exist, or be empty.
         weights: which of the run's weights: latest, best or ema.
-        dtype: fp32, bf16 or fp16; auto = that of the model that the run started with, or fp32.
+        dtype: fp32, bf16 or fp16; auto = the dtype of the model that the run started with, or fp32.
         merge: write the whole model with its adapters merged into the weights.
 
     Returns:
@@ -169,7 +169,7 @@ def loading_code(folder: Path) -> str:
 def _converted(
     tensors: dict[str, Tensor], dtype: torch.dtype, others: dict[str, torch.dtype], source: Path
 ) -> dict[str, Tensor]:
-    """The tensors in `dtype`, or in their own of `others`, converted and removed from `tensors` one by one."""
+    """The tensors in their dtype in `others`, else in `dtype`; converted and removed from `tensors` one by one."""
     converted = {name: tensors.pop(name).to(others.get(name, dtype)) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
@@ -187,7 +187,7 @@ def _texts(
     config: dict[str, Any],
     files: dict[str, str],
 ) -> dict[str, str]:
-    """File name → content, of all files but the weights; `files` are those of the model that the run started with."""
+    """File name → content, without the weights; `files` are the files of the model that the run started with."""
     vocabulary = vocabulary_of(tokenizer)
     end = next((name for name, number in vocabulary.items() if number == tokenizer.end_id), "")
     begin, eos, turn = (
@@ -225,7 +225,7 @@ def _texts(
 
 
 def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
-    """Tokens at which generation ends: those of the model, and those that a chat template writes."""
+    """`eos_token_id`: the model's own and the tokens `ends`; empty if the model has all of them."""
     given = generation.get("eos_token_id")
     known = given if isinstance(given, list) else [] if given is None else [given]
     both = list(dict.fromkeys([*known, *ends]))
@@ -233,9 +233,9 @@ def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
 
 
 def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> dict[str, Any]:
-    """`pad_token_id` of a model with scores, which reads them at the last token that is no padding.
+    """`pad_token_id` of a model with scores, which reads them at the last token that is not padding.
 
-    That of the model that the run started with, or else a special token if possible; it ends no document.
+    The initial model's token, or else a special one if possible; it ends no document.
     """
     if config.get("pad_token_id") is not None and config["pad_token_id"] not in ends:
         return {}
@@ -250,7 +250,7 @@ def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> d
 
 
 def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:
-    """Notes on an adapter that was trained beside quantized weights."""
+    """Notes on an adapter that was trained with quantized frozen weights."""
     if trained.adapter is None or trained.adapter.config.format is None:
         return []
     config, form = trained.adapter.config, trained.adapter.config.format

@@ -42,15 +42,15 @@ class StepData:
     Attributes:
         micro_batches: this rank's packs.
         target_tokens: targets over all ranks.
-        denominator: what the step's summed loss is divided by, over all ranks.
+        denominator: divisor of the step's summed loss, over all ranks.
         documents: document numbers of all ranks.
-        lengths: their tokens.
+        lengths: tokens of each of these documents.
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
-        computed: slots of what the model computes, and its attention, for `CostModel.flops`.
-        packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
+        computed: computed slots, and their attention, for `CostModel.flops`.
+        packs: packs of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
-        index: of the step in its epoch's plan, from 0.
-        plan: of the epoch; None for a stream.
+        index: index of the step in its epoch's plan, from 0.
+        plan: plan of the epoch; None for a stream.
     """
 
     micro_batches: list[PackedBatch]
@@ -87,7 +87,7 @@ class EpochFeed:
         targets_per_step: mean target tokens of a global step.
         name: number of a document → its name, for messages.
         ended: whether the documents have ended; never true here.
-        late: which documents did not arrive in time, on any rank, and ended the steps; always empty here.
+        late: names the documents that arrived too late on a rank and so ended the steps; always empty here.
     """
 
     ended = False
@@ -143,9 +143,9 @@ class EpochFeed:
 
 
 class StreamFeed:
-    """Iterates the global steps of a stream of documents until it ends; attributes as those of `EpochFeed`.
+    """Iterates the global steps of a stream of documents until it ends; has the attributes of `EpochFeed`.
 
-    `targets_per_step` is that of full packs: the documents to come are unknown. `pad` gives all packs one shape.
+    `targets_per_step` counts full packs, because later documents are unknown. `pad` gives all packs one shape.
 
     Raises:
         ValueError: `plan.tail=carry`; while iterating, ranks that read different documents, or a malformed document.
@@ -215,11 +215,15 @@ class StreamFeed:
             yield self._data(step, micro_batches, began)
 
     def _all_stop(self, step: StreamStep | None, interrupted: bool) -> bool:
-        """Whether no rank has this step, or one of them stops; collective. Ranks must have the same documents."""
+        """Whether all ranks stop: no rank has this step, or one of them stops; collective.
+
+        Ranks must have the same documents.
+        """
         digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
-        # Equal on all ranks if and only if ranks · Σ d² = (Σ d)²: exact, since whole numbers below 2⁵³ are.
+        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 holds whole numbers below 2⁵³
+        # exactly.
         values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
         stopped, late, total, squares = (int(each) for each in world.sum(values))
         if late and not self.late:

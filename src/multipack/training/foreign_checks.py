@@ -35,10 +35,10 @@ _FREE = ("architecture", "vocabulary_size")
 
 
 def check_shape(config: Config, where: str) -> None:
-    """Check that the settings of the model are those of its config.json.
+    """Check that the settings of the model agree with its config.json.
 
     Raises:
-        ValueError: one is not; the message names the setting, and `where` it has no effect.
+        ValueError: one does not; the message names the setting, and `where` it has no effect.
     """
     own = foreign_shape(config.model.architecture).to_dict()
     values = config.shape_with(0).to_dict()
@@ -50,7 +50,7 @@ def check_shape(config: Config, where: str) -> None:
 
 
 def check_corpus(shape: ModelShape, corpus: Corpus) -> None:
-    """Check that no document of a run changes others of its row by its length; those that arrive are checked later.
+    """Check that no document of a run changes others of its row by its length; a stream's are checked later.
 
     Raises:
         ValueError: one does.
@@ -61,10 +61,10 @@ def check_corpus(shape: ModelShape, corpus: Corpus) -> None:
 
 
 def check_same_code(folder: str, checkpoint: Path) -> None:
-    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is another one, has the run's config.json.
+    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is a new one, has the run's config.json.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it does not.
     """
     saved = checkpoint / CONFIG
     before = read_yaml(checkpoint / "config.yaml").get("model", {}).get("architecture", "")
@@ -78,11 +78,11 @@ def check_same_code(folder: str, checkpoint: Path) -> None:
 def check_isolated(shape: ModelShape, device: torch.device, shares: bool = False) -> None:
     """Check the code of `shape.architecture` on a tiny model of it, with random weights, on this device.
 
-    Its logits equal those of transformers' own forward pass, and documents in a pack do not change each other. If it is
-    to compute packs whose documents share tokens (`shares`), their log-probabilities equal those of other packs.
+    Its logits equal transformers' own forward pass, and documents in a pack do not change each other. With `shares`,
+    documents that share tokens have the same log-probabilities as in a pack that repeats these tokens.
 
     Raises:
-        ValueError: not so; the message is the probe's reason.
+        ValueError: one of these does not hold; the message is the probe's reason.
     """
     where = f"model={PREFIX}{shape.architecture}"
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def check_isolated(shape: ModelShape, device: torch.device, shares: bool = False
 
 @torch.no_grad()
 def _shared_error(model: Decoder, device: torch.device) -> float:
-    """Largest difference of the log-probabilities of documents that share tokens; infinite if they are an error."""
+    """Largest relative change of log-probabilities where documents share tokens; infinite if the model raises."""
     begin, spans = list(range(4, 12)), np.array([[0, 11]])
     texts = [*begin, 12, 13, 14], [*begin, 15, 16, 4], [4, 5, 6, 7, 17, 18, 19, 20, 21, 22, 23]
     documents = [Document(np.array(text, dtype=np.uint16), spans) for text in texts]

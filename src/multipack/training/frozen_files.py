@@ -21,22 +21,22 @@ from multipack.shapes.adapter import AdapterConfig
 _RULE = "files-"
 """Prefix of hashes of whole files; earlier versions hashed samples of them, without a prefix."""
 _PLACES = ("base_model_name_or_path", "revision")
-"""Settings of an adapter that say where its base is, whose files are hashed themselves."""
+"""Settings of an adapter that locate its base; not hashed, because the files of the base are."""
 
 _MOST_SETTINGS = 5
-"""Files *config.json whose orders are tried: folders have up to four."""
+"""Most files *config.json whose orders are tried; folders have up to four."""
 
 
 def check_base(config: AdapterConfig, world: World) -> str:
-    """Check that the frozen weights of adapters are those that they were trained beside; collective.
+    """Check that adapters have the frozen weights that they were trained with; collective.
 
     One process of each host reads the files, and only once while they stay the same.
 
     Returns:
-        A hash of the files of weights, whole, and of what config.json says.
+        A hash of the whole files of weights and of the values of config.json.
 
     Raises:
-        ValueError: the hash is not that of a run, or hosts have different files.
+        ValueError: the hash differs from `config.base_hash`, or hosts have different files.
     """
     found = problem = ""
     failure: Exception | None = None
@@ -64,7 +64,7 @@ def check_base(config: AdapterConfig, world: World) -> str:
 
 
 def _hash_of(folder: Path) -> str:
-    """A hash of the weights in a folder, and of what its configuration says."""
+    """A hash of the weights in a folder and of the values of its configuration."""
     if not is_export(folder):  # the last file of a checkpoint depends on all others
         return _RULE + checksum(folder / COMPLETE)
     files = [folder / PEFT_WEIGHTS] if is_peft(folder) else weight_files(folder)
@@ -81,9 +81,9 @@ def _hash_of(folder: Path) -> str:
 
 
 def _sampled(folder: Path) -> Iterator[str]:
-    """The hashes that earlier versions may have made of these files: of 256 samples of 16 KiB of each.
+    """Hashes of earlier versions, of 256 samples of 16 KiB of each file, with JSON files in every order.
 
-    JSON files were in the order in which the file system listed them.
+    Those versions hashed JSON files in the order in which the file system listed them.
     """
     files = sorted(folder.glob("*.safetensors")) if is_export(folder) else [folder / COMPLETE]
     weights = b"".join(map(_samples, files))

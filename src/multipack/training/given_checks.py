@@ -1,4 +1,4 @@
-"""Checks of settings against what was given: documents that were not named, and what a resumed run may not change.
+"""Checks of a user's settings: documents must be named, and a resumed run may not change some settings.
 
 Settings of a resumed run are compared as values, whatever brought them (word, file, preset, another tool's name).
 """
@@ -53,7 +53,7 @@ def check_documents_named(given: Mapping[str, Any], weights: str) -> None:
 
 
 def check_adapter_words(words: Iterable[str], adapter: AdapterConfig) -> None:
-    """Check that words set nothing of adapters that there are not; raises a ConfigError with the word."""
+    """Raise a ConfigError that names a word on adapters if the run has none."""
     for word in words if adapter.name == "none" else ():
         if translate(*split(word))[0].startswith("adapter.") and not word.startswith("adapter.name"):
             raise ConfigError(f"{word} has no effect without adapters (adapter.name=none): set adapter=lora")
@@ -87,7 +87,7 @@ def check_adapter(before: AdapterConfig, now: AdapterConfig) -> None:
 
 
 def _equal(before: Any, now: Any) -> bool:
-    """Whether values are equal, also where one is text or a list that a file holds in place of a number or a tuple."""
+    """Whether values are equal; a file may hold text in place of a number, and a list in place of a tuple."""
     if isinstance(now, tuple | list):
         return isinstance(before, tuple | list) and list(before) == list(now)
     return bool(before == now) or str(before) == str(now)

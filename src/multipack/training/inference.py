@@ -68,7 +68,7 @@ def _device(device: str) -> torch.device:
         RuntimeError,
         AssertionError,
         NotImplementedError,
-    ) as error:  # torch raises each for devices it lacks
+    ) as error:  # torch raises any of these for a device that it lacks
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
 
@@ -163,7 +163,7 @@ def answer(
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The given prompts, followed by those of a file, one per line; `-` is standard input.
+    """The prompts of `given`, followed by the lines of `file`; `-` is standard input.
 
     Raises:
         ValueError: there are no prompts, or a line is empty.

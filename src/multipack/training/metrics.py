@@ -49,13 +49,13 @@ SOMETIMES: dict[str, str] = {
     "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
     "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
 }
-"""Metric → meaning, of those that depend on the run: several ranks, steps that may be skipped."""
+"""Metric → meaning, for metrics that depend on the run: several ranks, steps that may be skipped."""
 
 
 def step_metrics(
     data: StepData, result: StepResult, slots: float, seconds: float, devices: int
 ) -> dict[str, float]:
-    """Metrics of a step that follow from its documents, computed slots and seconds; those per device for `devices`."""
+    """Metrics of a step from its documents, computed slots and seconds; rates per device divide by `devices`."""
     tokens, documents, time = int(data.lengths.sum()), len(data.documents), max(seconds, 1e-12)
     return {
         "dt": seconds,
@@ -87,7 +87,7 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
     Args:
         metrics: record of the step.
         steps: last step of the run.
-        val_loss: of the last evaluation; None = there was none.
+        val_loss: validation loss of the last evaluation; None = there was none.
         seconds_left: estimated time to the end of the run.
     """
     step = f"step {metrics['step']:>{len(str(steps))}.0f}/{steps}"
@@ -142,5 +142,5 @@ def duration(seconds: float) -> str:
 
 
 def format_line(metrics: Mapping[str, float]) -> str:
-    """All metrics as one line, in the order given: `step=10 loss=3.1543 dt=0.2828 …`."""
+    """All metrics as one line, in their order: `step=10 loss=3.1543 dt=0.2828 …`."""
     return " ".join(f"{name}={value:{FORMATS.get(name, '.4f')}}" for name, value in metrics.items())

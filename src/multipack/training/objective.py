@@ -56,9 +56,9 @@ class Objective:
 
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
-        fine_tuning_lr: peak learning rate from given weights, where none is set.
+        fine_tuning_lr: default peak learning rate of a run that starts with trained weights.
         legend: metric → meaning, of the metrics that the objective adds.
-        last_line: metrics of the last evaluation that the run's last line has.
+        last_line: metrics of the last evaluation, for the run's last line.
         run_files: name → content of additional files for a new run directory; complete after `views` was called.
 
     Raises:
@@ -77,11 +77,11 @@ class Objective:
         self.prepare()
 
     def prepare(self) -> None:
-        """Read the settings; raises a ValueError for those that do not apply."""
+        """Read the settings; raises a ValueError for a setting that does not apply."""
         check_kind(self.config, "documents")
 
     def shape(self, shape: ModelShape) -> ModelShape:
-        """The shape of the model to train, given that of the settings; `ValueError` if it has no logits."""
+        """The shape of the model to train, from the shape in the settings; `ValueError` if it has no logits."""
         if shape.scores:
             raise ValueError(
                 f"model.scores={shape.scores} is a reward model's, which has no logits: use preference.loss=reward, or"
@@ -123,7 +123,7 @@ class Objective:
         return {}
 
     def state(self, engine: Engine) -> dict[str, float]:
-        """What the next steps read of the steps before, for a checkpoint."""
+        """Values of past steps that later steps read, for a checkpoint."""
         return {}
 
     def load_state(self, engine: Engine, state: Mapping[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Preferences(Objective):
                 values[numbers] = log_probabilities.cpu().numpy()
             done += len(numbers)
             progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
-        # On every other rank than the one that computed a row, the row is zero.
+        # A row is zero on every rank that did not compute it.
         values = np.array(mesh.world.sum(values.ravel().tolist())).reshape(-1, 2)
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
@@ -258,7 +258,7 @@ class Preferences(Objective):
             with engine.evaluating() as trained:
                 yield trained, engine.mesh
             return
-        # Every rank holds this model whole; its shape may differ from that of the model to train.
+        # Every rank holds this model whole; its shape may differ from the trained model's.
         initial = find_weights(model_folder(setting, "preference.reference"), world=engine.world)
         self.shape(initial.shape)
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
@@ -266,7 +266,7 @@ class Preferences(Objective):
         read, _ = adapt_weights(initial, shape, tokenizer, "preference.reference")
         with torch.device("meta"):
             model = PreferenceDecoder(shape)
-        # Autocast computes with linear layers in this dtype: held in it, they take half the memory, and give the same.
+        # Autocast computes linear layers in this dtype: weights held in it take half the memory, with equal results.
         linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         for name, _ in model.named_parameters():
             value = read(name)

@@ -79,7 +79,7 @@ def meta_parameters(
 ) -> dict[str, nn.Parameter]:
     """Parameters on the meta device, for functions that need only names and shapes of a whole model.
 
-    Those whose names are not in `trained` are frozen; None = none is.
+    Parameters whose names are not in `trained` are frozen; None = all are trained.
     """
     return {
         name: nn.Parameter(torch.empty(shape, device="meta"), trained is None or name in trained)
@@ -95,12 +95,12 @@ def freeze(
     """Set requires_grad=False on frozen parameters. Call it before DDP or FSDP, which read requires_grad once.
 
     Args:
-        parameters: of this rank, by name.
+        parameters: parameters of this rank, by name.
         config: the rules.
         whole: all parameters of the model, to match rules with; None = `parameters`.
 
     Returns:
-        Name → treatment of each of this rank's parameters.
+        Name → options of each of this rank's parameters.
 
     Raises:
         ValueError: see `parameter_options`; or every parameter is frozen.
@@ -125,7 +125,7 @@ def build_optimizer(
     Args:
         model: the model, or this rank's parameters of it by name.
         config: settings and rules.
-        whole: all parameters of the model, to match rules with; None = those of `model`.
+        whole: all parameters of the model, to match rules with; None = the parameters of `model`.
 
     Raises:
         ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
@@ -191,7 +191,7 @@ def muon(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one: `param_groups` and `state` are those of all."""
+    """Several optimizers of different parameters as one; `param_groups` and `state` cover all parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)

@@ -1,4 +1,4 @@
-"""Names of settings in other tools: wordplay's, and those of transformers, TRL and Axolotl."""
+"""Names of settings in other tools: wordplay, transformers, TRL and Axolotl."""
 
 from __future__ import annotations
 

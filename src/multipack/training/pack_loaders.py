@@ -36,12 +36,12 @@ class PackLoaders:
         self._engine, self._mesh = engine, engine.mesh
 
     def validation(self, view: Any) -> Validation:
-        """The validation documents, of which `view` is what the objective's collator takes.
+        """The evaluation of the validation documents; `view` holds them as the objective's collator takes them.
 
-        Of several sources each is planned alone, for a loss of its own.
+        Each source of a mixture is planned alone, so that it has a loss.
 
         Raises:
-            ValueError: there are none, none has a target, or they are fewer than the ranks.
+            ValueError: there are no validation documents, fewer than ranks, or none with a target.
         """
         corpus, limit = self._objective.corpus, self._config.train.eval_packs
         documents = corpus.validation

@@ -29,10 +29,10 @@ PUBLISHED_TFLOPS: dict[str, float] = {
 # fmt: on
 """Dense bf16 peaks with float32 sums, TFLOP/s, by words of the device's name; the first match counts.
 
-From the vendors' data sheets, half of what they give "with sparsity": NVIDIA's of A10, A30, A40, A100, H100, H200, H20,
+From the vendors' data sheets, half of the values "with sparsity": NVIDIA's for A10, A30, A40, A100, H100, H200, H20,
 L4, L40, L40S, RTX A6000, RTX 6000 Ada, GH200, HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), its architecture
-papers of GA102, Ada and Blackwell for GeForce; AMD's of Instinct MI210 to MI355X. torch shows each half of an MI250X as
-a device.
+papers on GA102, Ada and Blackwell for GeForce; AMD's for Instinct MI210 to MI355X. torch shows each half of an MI250X
+as a device.
 """
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -54,7 +54,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, 
     """Peak FLOP/s of one device: published for bf16 on known GPUs, else the fastest of repeated square matmuls.
 
     Args:
-        device: where to measure.
+        device: the device to measure.
         dtype: dtype of the matrices.
         seconds: time after which no further matmul starts.
         size: rows and columns of the matrices; 0 = 256, 512 and 768 in turn on a CPU, 8192 on a GPU.

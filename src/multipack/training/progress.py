@@ -24,7 +24,7 @@ FORM: dict[str, Any] = {
 }
 """An example of each entry. The feed and the sampler check their state, `data`, themselves."""
 AFTER_EVALUATION = {"best": 0.0, "improved": [0, 0.0]}
-"""Entries that are None until the first evaluation, also of callbacks, and an example of their later values."""
+"""Entries (of callbacks too) that are None until the first evaluation → an example of their later values."""
 
 
 def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
 
     Args:
         checkpoint: the checkpoint.
-        callbacks: name → state of the run's callbacks, as examples for those of the checkpoint.
+        callbacks: name of a callback → its state in this run, an example of its state in the checkpoint.
 
     Raises:
         ValueError: an entry is missing or has another type.

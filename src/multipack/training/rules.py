@@ -18,10 +18,10 @@ class Rule:
     """An exception for some parameters.
 
     Attributes:
-        text: the rule as it was given.
+        text: the rule as the user wrote it.
         pattern: a glob on names of parameters, or of modules with all their parameters.
         lr_scale: factor of the learning rate.
-        weight_decay: decoupled weight decay; None = that of a parameter without a rule.
+        weight_decay: decoupled weight decay; None = as without a rule.
         freeze: whether the parameters are not trained.
     """
 
@@ -66,7 +66,7 @@ def read_rule(text: str) -> Rule:
 
 
 def unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
-    """The error message for a rule that applies to no parameter, given earlier rules and names of parameters."""
+    """The error message for a rule that applies to none of the parameters `names` after the rules `before`."""
     matched = [name for name in names if rule.matches(name)]
     if matched:
         earlier = next(other for other in before if other.matches(matched[0]))

@@ -93,7 +93,7 @@ class Config:
 
     @property
     def document_limit(self) -> int:
-        """Maximum number of tokens of a document: those of a pack and, with learned positions, the context."""
+        """Maximum number of tokens of a document: the slots of a pack; with learned positions at most the context."""
         slots = self.plan.longest
         return min(slots, self.model.context) if self.model.positions == "learned" else slots
 
@@ -130,8 +130,8 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
 def compose_run(words: Iterable[str]) -> Config:
     """Compose the configuration of `multipack train`: of a new run, or of a saved run with `words` as changes.
 
-    With `train.resume=auto` the same words begin a run in out= and continue it when they are given again, as by
-    launchers and schedulers that restart a command.
+    With `train.resume=auto` the same words begin a run in out= and later continue it, because launchers and schedulers
+    restart a command with its words.
 
     Raises:
         ConfigError: see `compose`; or `train.resume` and `out` name different runs, there is no run to resume, or a
@@ -171,9 +171,9 @@ def compose_run(words: Iterable[str]) -> Config:
 
 
 def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str) -> Config:
-    """The configuration of a saved run with the settings `before`, composed with changes, which are checked.
+    """The configuration of a saved run with the settings `before` and changes to them, which are checked.
 
-    `restarts`: those that a new run had given, such as packs for its number of ranks, keep their saved values.
+    With `restarts` the settings of `FIXED_AT_START` keep their saved values.
     """
     old = flatten(before)
     if restarts:
@@ -244,7 +244,7 @@ def saved_shape(checkpoint: Path) -> ModelShape:
 
 
 def saved_adapter(saved: Mapping[str, Any]) -> AdapterConfig:
-    """The settings of adapters among those of a saved run; raises a ConfigError if they are illegal."""
+    """The adapter settings of a saved run; raises a ConfigError if they are illegal."""
     return compose([], {"model": {"kv_heads": 0}, "adapter": saved.get("adapter", {})}).adapter
 
 
@@ -281,7 +281,7 @@ def resolve_weights(config: Config) -> Config:
 
 
 def _lasting(model: str, setting: str) -> str:
-    """What is saved of a setting: name and revision on the hub, or the folder of the weights."""
+    """The saved value of a setting: name and revision on the hub, or the folder of the weights."""
     return lasting_name(folder_of_weights(model, setting).resolve())
 
 

@@ -1,4 +1,4 @@
-"""`multipack doctor RUN`: is a run directory complete and undamaged, and where would the run resume?"""
+"""`multipack doctor RUN`: checks that a run directory is complete and undamaged, and where the run would resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
 
 
 def _files(run: RunDirectory) -> Iterator[Finding]:
-    """Check the configuration, permissions, and what killed processes left."""
+    """Check the configuration, permissions, and leftovers of killed processes."""
     try:
         compose([], read_yaml(run.config))
         yield Finding("config.yaml", "ok", "readable")
@@ -77,7 +77,7 @@ def _files(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
-    """Check every checkpoint and the pointers to them; those that are undamaged are added to `opened`."""
+    """Check every checkpoint and the pointers to them; add undamaged ones to `opened`."""
     foreign: list[str] = []
     for path in sorted(run.checkpoints.glob("step-*")):
         try:

@@ -23,7 +23,7 @@ from multipack.training.run_log import RunLog
 
 
 class RunFiles:
-    """Writes the files of a run; `source` are the small files of the model that it starts with.
+    """Writes the files of a run; `source` holds the small files of the model that it starts with.
 
     Attributes:
         log: records and samples; on rank 0 only, after `open`.
@@ -94,11 +94,11 @@ class RunFiles:
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
         """Create the run directory with `files`, or truncate its log to the checkpoint's; called on rank 0.
 
-        Checkpoints keep the checksums of `files`, which are written by a run without a checkpoint only.
+        Checkpoints keep the checksums of `files`; only a run without a checkpoint writes them.
 
         Raises:
             FileExistsError: a new run's directory is not empty.
-            ValueError: another process writes to it, or the log does not begin with that of the checkpoint.
+            ValueError: another process writes to it, or the log does not begin with the checkpoint's log.
         """
         run, config, is_new = self.run, self._texts["config.yaml"], self._config.train.resume == "false"
         if is_new:

@@ -1,7 +1,7 @@
 """Append-only files of a run. Resuming truncates them to the size and hash that the checkpoint stores.
 
-What is cut off is first appended to files `….cut` beside them, so that no record is ever lost. Only history.jsonl is
-never cut: it has the starts and ends of processes.
+Bytes to be cut off are first appended to files `….cut` beside them, so that no record is ever lost. history.jsonl, with
+the starts and ends of processes, is never cut.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class RunLog:
 
         Args:
             step: global step, from 1.
-            numbers: of the documents on all ranks.
-            index: of the step in its epoch, from 0.
-            plan: of the epoch; None for a stream.
+            numbers: document numbers of all ranks.
+            index: index of the step in its epoch, from 0.
+            plan: plan of the epoch; None for a stream.
         """
         line: dict[str, Any] = {"step": step, "epoch": plan.epoch if plan else 0, "index": index}
         if plan is not None and index == 0:
@@ -156,7 +156,7 @@ def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[
 
 
 def _keep(path: Path, cut: bytes) -> None:
-    """Append what is about to be cut off the end of a file to the file `<name>.cut` beside it."""
+    """Append the bytes that will be cut off the end of a file to the file `<name>.cut` beside it."""
     if not cut:
         return
     copy = path.with_name(f"{path.name}.cut")

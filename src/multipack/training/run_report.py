@@ -1,4 +1,4 @@
-"""What a run prints: the header, from which the run can be understood later, and the closing report."""
+"""The output of a run: the header, from which the run can be understood later, and the closing report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEADER_LINES = 8
 
 
 def print_header(run: Trainer, seconds: float) -> None:
-    """Print what is trained, on which documents and where; building the run took `seconds`.
+    """Print model, documents, plan and device; building the run took `seconds`.
 
     With `log.verbose`, also everything that the run resolved, the planner's report, and the legend of metrics.
     """
@@ -97,7 +97,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 
 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
-    """The header in a few rows: of `rows`, the whole one, and of the plan what decides about the run."""
+    """The brief header, chosen from `rows` (the whole header) and the report of the plan."""
     config, corpus = run.config, run.corpus
     plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
@@ -131,7 +131,7 @@ def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, f
 
 
 def _left_out(corpus: Corpus) -> list[str]:
-    """`corpus_notes` as one text, if there are any, those on single documents first; without those on a mixture."""
+    """One text of the `corpus_notes` on skipped and too long documents; empty list without such notes."""
     notes = corpus_notes(corpus)
     texts = [text for name, text in notes if name == "skipped"]
     texts += [f"{text} ({name.partition(', ')[2]})" for name, text in notes if name.startswith("too long")]
@@ -181,7 +181,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
-    """What history.jsonl says of the end of a process; `reason` is empty after the last step."""
+    """The record of a process's end in history.jsonl; `reason` is empty after the last step."""
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
@@ -240,7 +240,7 @@ def header_rows(run: Trainer) -> Rows:
 
 
 def _adapter_rows(run: Trainer) -> Rows:
-    """What adapters train, and of which weights."""
+    """Rows on adapters: trained matrices and frozen weights."""
     adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
     if saved is None:
         return []
@@ -266,7 +266,7 @@ def _adapter_rows(run: Trainer) -> Rows:
 
 
 def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], frozen: int) -> str:
-    """How many of the frozen parameters are quantized, and how."""
+    """Number and format of the quantized parameters, as text."""
     if adapter.format is None:
         return ""
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
@@ -275,7 +275,7 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
 
 
 def _execution(config: Config) -> str:
-    """How steps are computed: precision, shapes of packs, compilation, activation checkpointing."""
+    """One line on computation: precision, shapes of packs, compilation, activation checkpointing."""
     train, slots = config.train, config.pack_slots
     parts = [
         f"forward passes in {train.dtype}",
@@ -288,7 +288,7 @@ def _execution(config: Config) -> str:
 
 
 def _evaluation(run: Trainer) -> str:
-    """When the run evaluates, and on how much."""
+    """One line on evaluation: its steps, packs and sample."""
     train, feeds = run.config.train, run.feeds
     if feeds.validation is None:
         return "never"
@@ -300,7 +300,7 @@ def _evaluation(run: Trainer) -> str:
 
 
 def _checkpoints(train: TrainConfig) -> str:
-    """When the run saves, and what it keeps."""
+    """One line on checkpoints: the steps that are saved, and the number that is kept."""
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += ["at the lowest validation loss so far"] if train.keep_best else []
     kept = f"the newest {train.keep_checkpoints}" if train.keep_checkpoints else "all"
@@ -317,7 +317,7 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
-    """What history.jsonl says of the start of a process, as plain values; `rows` are those of the header."""
+    """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
     found, share = measured or (None, None)
     return {
         "step": run.step,
@@ -358,7 +358,7 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
 
 
 def corpus_notes(corpus: Corpus) -> Rows:
-    """Rows on documents that were cut, dropped or skipped; of a stream those that have arrived so far."""
+    """Rows on documents that were cut, dropped or skipped; of a stream only the documents so far."""
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:

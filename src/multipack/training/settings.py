@@ -13,15 +13,15 @@ from multipack.ranges import Amount, Count, Finite, Positive, Range, Share, chec
 from multipack.training.rules import read_rule
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
-"""What `track.to` accepts; see `training/callbacks/trackers.py`."""
+"""Values of `track.to`; see `training/callbacks/trackers.py`."""
 
 
 Choice = Literal["auto", "true", "false"]
-"""A setting that the run chooses where it is `auto`; see `resolve` in assemble.py."""
+"""Values of a setting that the run resolves if it is `auto`; see `resolve` in assemble.py."""
 NEW_MODEL_LR = 2e-3
-"""Peak learning rate of models that start from random weights, where none is given."""
+"""Default peak learning rate of models that start from random weights."""
 ADAPTER_LR_SCALE = 10
-"""Peak learning rate of adapters over that of whole models, where none is given; most of them are trained so."""
+"""Default peak learning rate of adapters over the default of whole models; most adapters are trained so."""
 
 
 @dataclass
@@ -280,6 +280,6 @@ class PreferenceConfig:
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.type != "str"}
 
     def changed(self) -> dict[str, float]:
-        """Those that differ from their defaults."""
+        """Options that differ from their defaults."""
         defaults = {entry.name: entry.default for entry in fields(self)}
         return {name: value for name, value in self.options().items() if value != defaults[name]}

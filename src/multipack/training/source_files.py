@@ -27,9 +27,9 @@ KEPT = (CONFIG, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLAT
 
 
 def source_files(folder: Path | None, tokenizer: Tokenizer) -> dict[str, str]:
-    """File name → text, of the small files in a Hugging Face folder, a checkpoint, or the base of an adapter.
+    """File name → text of the small files in a Hugging Face folder, a checkpoint, or the base of an adapter.
 
-    tokenizer.json is there if it defines `tokenizer`: its text may have settings that training does not use.
+    tokenizer.json is included if it defines `tokenizer`, because it may have settings that training does not use.
     """
     if folder is None:
         return {}
@@ -54,7 +54,7 @@ def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: Model
     Args:
         files: see `source_files`.
         config: content of a config.json that describes the model.
-        shape: of the model.
+        shape: shape of the model.
     """
     kept = read_object(files, CONFIG)
     if shape.architecture:

@@ -25,7 +25,7 @@ from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
 
 CLOSE_SECONDS = 30.0
-"""How long a rank that failed waits for its threads, such as one that writes a checkpoint."""
+"""Time that a failed rank waits for its threads, such as one that writes a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
 
 
 def _error_to_raise(trainer: Trainer, error: BaseException) -> BaseException:
-    """The error, which names the last checkpoint or the rank that is missing; one of several ranks is printed."""
+    """The error with the name of the last checkpoint or of the missing rank; with several ranks one prints it."""
     if not isinstance(error, RunStopped):
         return trainer.world.watch.report(error)
     run = trainer.run

@@ -34,13 +34,13 @@ class Trainer:
     Files are written only after the checkpoint is loaded.
 
     Args:
-        parts: of the run; see `assemble`. Those that the loop calls are attributes.
+        parts: parts of the run, see `assemble`; the parts that the loop calls are attributes.
         console: prints progress.
 
     Attributes:
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
-        val_losses: those of each source of a mixture, by the names of their metrics.
+        val_losses: validation loss of each source of a mixture, by the name of its metric.
         val_metrics: the objective's metrics of that evaluation.
         started: step and time of the loop's beginning, to estimate the time left.
         stop: records the signal that asks to stop.
@@ -128,7 +128,7 @@ class Trainer:
         if not math.isfinite(self.val_loss):
             diverged(self.config, self.feed, f"the validation loss after step {self.step} is not finite")
         self._publish(values)
-        # The best checkpoint is one of those that are saved: other evaluations do not count.
+        # Only evaluations of saved steps count for the best checkpoint.
         saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
         if saved and (self.best is None or self.val_loss < self.best):
             self.best, self.best_step = self.val_loss, self.step

@@ -17,8 +17,8 @@ class ValidationPart(NamedTuple):
     """The validation documents of one source.
 
     Attributes:
-        name: of the source; empty outside of mixtures.
-        loader: their packs on this rank.
+        name: name of the source; empty outside of mixtures.
+        loader: packs of the documents on this rank.
         steps: global steps of an evaluation.
     """
 
@@ -58,7 +58,7 @@ class Validation:
         return found
 
     def _sums(self, part: ValidationPart) -> list[float]:
-        """Summed loss of a source, and what it is divided by, over all ranks; collective."""
+        """Summed loss of a source and its denominator, over all ranks; collective."""
         loss, denominator = 0.0, 0.0
         batches = iter(part.loader)
         for _ in range(part.steps):

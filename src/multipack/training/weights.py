@@ -39,7 +39,7 @@ from multipack.training.run_config import saved_adapter, saved_shape
 from multipack.words import read_yaml
 
 Weights = Literal["latest", "best", "ema"]
-"""Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
+"""Weights of a run: the newest, the best (lowest validation loss), or the newest moving average."""
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
 AVERAGE = f"{MovingAverage.name}."
@@ -53,9 +53,9 @@ class TrainedAdapter:
     Attributes:
         config: its settings.
         read: name of a trained parameter → its value.
-        names: of the trained parameters.
-        quantized: names of the parameters beside whose quantized values it was trained.
-        alphas: matrix → its alpha, where it is another than that of `config`; only adapters of peft have such.
+        names: names of the trained parameters.
+        quantized: names of the frozen parameters that were quantized while it was trained.
+        alphas: matrix → its alpha, where it differs from `config.alpha`; only in adapters of peft.
     """
 
     config: AdapterConfig
@@ -65,14 +65,14 @@ class TrainedAdapter:
     alphas: Mapping[str, float] = field(default_factory=dict)
 
     def merged_into(self, frozen: Reader) -> Reader:
-        """A function that reads parameters of the model with this adapter, given those without it."""
+        """A function that reads parameters of the model with this adapter; `frozen` reads them without it."""
 
         def value(name: str) -> Tensor:
             if name in self.names:
                 return self.read(name)
             module, weight = name.removesuffix(".weight"), frozen(name)
             if name in self.quantized:
-                # What the adapters were trained beside: the original weights would give other outputs.
+                # The adapters were trained with quantized weights: the original ones would give other outputs.
                 weight = quantize(weight, self.config).to(torch.float32).view(weight.shape)
             if name == module or f"{module}.lora_a" not in self.names:
                 return weight
@@ -110,7 +110,7 @@ class TrainedWeights:
 
 
 def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
-    """The shape of the decoder at `path`, without reading weights; `foreign` is that of `find_weights`.
+    """The shape of the decoder at `path`, without reading weights; `foreign` as in `find_weights`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_weights`.
@@ -131,7 +131,7 @@ def find_weights(
         path: the folder.
         weights: which weights of a run.
         world: ranks that all read them and divide the check of a checkpoint's files; collective.
-        foreign: whether those of a Hugging Face folder are for a model of transformers (`model=hf:`).
+        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -209,8 +209,8 @@ def adapt_weights(
 
     Args:
         initial: see `find_weights`.
-        shape: of the run's decoder, with rows for the whole tokenizer.
-        tokenizer: of the run's documents. Every token of the initial tokenizer must have the same number in it.
+        shape: shape of the run's decoder, with rows for the whole tokenizer.
+        tokenizer: the run's tokenizer. Every token of the initial tokenizer must have the same number in it.
         setting: the setting that names these weights, for messages.
 
     Returns:

@@ -54,7 +54,7 @@ class MovingAverage(Callback):
 
     @contextmanager
     def _swapped(self, engine: Engine) -> Iterator[None]:
-        """The model has the average as its weights; on exit its own, bit for bit."""
+        """Context in which the model has the averaged weights; on exit it has its own again, bit for bit."""
         weights = trainable(engine)
         means = self._local_means(weights)
         with torch.no_grad():

@@ -64,9 +64,9 @@ class GradientNoise(Callback):
         tr Σ = mean(|g_b|² − |g_B|²) / mean(1/b − 1/B)        |G|² = mean |g_B|² − tr Σ · mean 1/B
 
     The metric is `gradient_noise`, in targets (in documents where the loss is a mean over documents); it is missing
-    while one of the two estimates is not positive. Documents are not split, so what their targets share counts as
-    noise; and they are assigned to micro-batches by cost, not at random: where gradients depend on document length, the
-    estimate is too high.
+    while one of the two estimates is not positive. Documents are not split, so correlation between the targets of a
+    document counts as noise; and they are assigned to micro-batches by cost, not at random: where gradients depend on
+    document length, the estimate is too high.
     """
 
     name = "gradient_noise"

@@ -29,16 +29,16 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def communication(events: Iterable[Any]) -> dict[str, float]:
-    """Time of traced steps in which this rank communicated and computed nothing, whatever strategies divide the model.
+    """Time of traced steps in which this rank communicated and computed nothing, under every strategy.
 
-    Collectives are those of gloo, beside the operations of the thread that trains, or the kernels of NCCL beside the
-    device's others.
+    On a GPU, NCCL's kernels communicate and all other kernels compute; on a CPU, gloo's operations communicate and
+    the operations of the training thread compute.
 
     Args:
         events: `profile.events()`.
 
     Returns:
-        `seconds` of communication that computing did not hide, `of` seconds in all steps; empty without steps.
+        "seconds" of communication that computing did not hide, and seconds of all steps ("of"); empty without steps.
     """
     own = [each for each in events if each.time_range.end > each.time_range.start]
     steps = [each for each in own if each.name.startswith("ProfilerStep") and each.device_type.name == "CPU"]
@@ -66,7 +66,7 @@ class Trace(Callback):
     On a CUDA `device` its kernels are traced too. A resumed run keeps its earlier trace.
 
     Attributes:
-        communication: of the traced steps, see `communication`; empty before the trace is written.
+        communication: communication of the traced steps, see the function; empty before the trace is written.
     """
 
     name = "trace"

@@ -41,7 +41,7 @@ class RunningMoments:
 
 
 class SpikeGuard(Callback):
-    """Compares the loss and gradient norm of every step with those of recently applied steps.
+    """Compares the loss and gradient norm of every step with the recently applied steps.
 
     A step is a spike if either is more than `factor` standard deviations above its recent mean. Skipped steps do not
     enter the statistics, so that a long spike does not become normal.

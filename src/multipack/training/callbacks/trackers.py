@@ -2,7 +2,7 @@
 
 To add one, write a class like `Tracker`, its row in `TRACKERS`, and its name in settings.py. Trackers start with the
 first record, when the run directory exists. The ids of their runs are part of checkpoints, so that a resumed run
-continues in the same ones. A tracker that raises is reported once and no longer used.
+continues them. A tracker that raises is reported once and no longer used.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads.
 
-    Settings are parameters of the run, and those that a resumed run changes are tags.
+    Settings are parameters of the run; settings that a resumed run changes are tags.
     """
 
     def __init__(self, run: TrackedRun) -> None:
