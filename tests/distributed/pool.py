@@ -169,7 +169,10 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: Any) -> None:
-    """One process: join the others, run cases until there are no more, leave past a barrier."""
+    """One process: join the others, run cases until there are no more, leave past a barrier.
+
+    Each case finds the environment of the first: Lightning, for one, deletes WORLD_SIZE at its end.
+    """
     import torch
     from torch.distributed import device_mesh, distributed_c10d
 
@@ -185,9 +188,12 @@ def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    environment = dict(os.environ)
     with connected("cpu", timeout_seconds) as world:
         while (message := connection.recv()) is not None:
             path, name, arguments = message
+            os.environ.clear()
+            os.environ.update(environment)
             try:
                 answer = (getattr(_module(path), name)(world, *arguments), "")
             except BaseException:
