@@ -40,6 +40,8 @@ PLANNED = (
     *("world_size", "context", "sync", "seed", "epoch", "sample", "padded_batch_size"),
 )
 """Settings that a plan and its report depend on."""
+MOST_INTERPRETED, INTERPRETED_SECONDS = 4000, 0.4
+"""Documents up to which Python plans, and for how long, before the compiled planner is loaded, which takes 0.9 s."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""
 
@@ -78,7 +80,10 @@ def plan(
     the path of a Hugging Face config.json. `multipack plan --settings` lists
     all settings.
     """
+    import numpy as np
+
     from multipack.cli.plan_settings import compose_plan
+    from multipack.planning.kernels import interpreted
     from multipack.reports.console import Console
     from multipack.reports.summary import verdict
 
@@ -86,15 +91,17 @@ def plan(
     path, command, trained = compose_plan(words)
     console = Console(stream=sys.stderr if as_json else None)
     source = _documents(path, command, console)
-    made = _made(source, command, console)
-    if as_json:
-        print_json(_values(made, command))
-        return
-    drawn = _draw(made.plan, step, tokens_per_character, picture, console.columns)
-    _print(console, made, source, command, drawn if file is None else "")
-    if file is not None:
-        _write_picture(file, made, source, command, step, trained)
-        console.line(f"\npicture written: {file}")
+    few = isinstance(source.lengths, np.ndarray) and len(source.lengths) <= MOST_INTERPRETED
+    with interpreted(INTERPRETED_SECONDS if few else 0):
+        made = _made(source, command, console)
+        if as_json:
+            print_json(_values(made, command))
+            return
+        drawn = _draw(made.plan, step, tokens_per_character, picture, console.columns)
+        _print(console, made, source, command, drawn if file is None else "")
+        if file is not None:
+            _write_picture(file, made, source, command, step, trained)
+            console.line(f"\npicture written: {file}")
     console.line()
     console.paragraph(verdict(made.report, made.share, command.world_size))
     console.line(f"to train with this plan:\n  {trained}")

@@ -35,14 +35,17 @@ from multipack.data.views.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.items import ItemSource, SharedItems
-from multipack.planning.lengths import Integers, Packs, check_integers, check_lengths, offsets_of
-from multipack.planning.options import (
-    PlanOptions,
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
     check_carried,
-    check_item_options,
+    check_integers,
+    check_lengths,
     check_targets,
     check_weights,
+    offsets_of,
 )
+from multipack.planning.options import PlanOptions, check_item_options
 from multipack.planning.plan import SingleDocuments
 from multipack.planning.steps import permutation
 
