@@ -13,7 +13,7 @@ from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.items import SharedItems
 from multipack.planning.plan import Plan
 from multipack.planning.report import PlanReport, even
-from multipack.reports.tree_picture import nodes_of, rows_of
+from multipack.reports.trees import nodes_of, rows_of
 
 Integers = NDArray[np.int64]
 
