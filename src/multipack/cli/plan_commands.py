@@ -213,12 +213,12 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
     """
     from multipack.planning.placement import Placing, Prices
     from multipack.planning.placement_report import measure_context
-    from multipack.planning.report import even
+    from multipack.planning.report import evenly_spaced
 
     cost, ranks = planned.cost_model, command.context
     if ranks == 1 or cost.shape is None or planned.min_prefix is not None:
         return []
-    numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
+    numbers = evenly_spaced(planned.num_packs, CONTEXT_PACKS).tolist()
     packs = [
         planned.order[planned.pack_offsets[number] : planned.pack_offsets[number + 1]] for number in numbers
     ]
@@ -233,13 +233,14 @@ def _write_picture(
     """Write the picture of a plan, of the kind that the name of its file ends with."""
     from multipack.atomic import write_atomically
     from multipack.reports.plan_page import plan_page
-    from multipack.reports.plan_picture import draw_plan
     from multipack.reports.plan_view import plan_view
 
     view = plan_view(made.plan, made.report, step, command.padded_batch_size, made.share, trained)
     if file.suffix == ".html":
         write_atomically(file, plan_page(view, f"Plan of {Path(source.name).name}", made.rows))
     else:
+        from multipack.reports.plan_picture import draw_plan  # imports Matplotlib
+
         write_atomically(file, draw_plan(view, file.suffix[1:]))
 
 
