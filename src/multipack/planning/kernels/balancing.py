@@ -29,7 +29,7 @@ _SLACK = 4096  # a pack that gives free tokens keeps 1/4096 of the capacity
 _GATHER_HALF = 6  # documents in a half when free tokens pass between packs; one more after a failure
 
 
-# numba's disk caches of the kernels below have this class's name: a renamed one leaves caches that cannot be read.
+# numba's disk caches have the names of this class and of the two below: a renamed one leaves unreadable caches.
 class State(NamedTuple):
     """Packs and their sums, which every move updates. The documents of a pack are a linked list, longest first."""
 
@@ -240,6 +240,7 @@ class Exchanges(NamedTuple):
     excess: int  # of the largest load over the mean, at which ranks count as balanced
 
 
+@Compiled
 def even_out(
     placed: Integers, lengths: Integers, loads: Integers, limits: PackLimits, search: Exchanges
 ) -> None:
@@ -250,26 +251,8 @@ def even_out(
 
     `placed`, `lengths` and `loads` are fields of `State`.
     """
-    # As numbers: see `State`.
-    _even_out(placed, lengths, loads, *limits, *search)
-
-
-@Compiled
-def _even_out(
-    placed: Integers,
-    lengths: Integers,
-    loads: Integers,
-    capacity: int,
-    max_documents: int,
-    ranks: int,
-    slots: int,
-    half: int,
-    attempts: int,
-    failures: int,
-    excess: int,
-) -> None:
-    """`even_out`, with the fields of its limits and its search."""
-    state = _state(placed, lengths, loads, ranks * slots, ranks, capacity, max_documents)
+    ranks, slots = limits.ranks, limits.slots
+    state = _state(placed, lengths, loads, ranks * slots, ranks, limits.capacity, limits.max_documents)
     mean = np.zeros(2, dtype=np.int64)
     for row in range(2):
         for rank in range(ranks):
@@ -277,13 +260,13 @@ def _even_out(
         mean[row] //= ranks
     tried = np.zeros(ranks, dtype=np.bool_)
     failed = 0
-    for _ in range(attempts):
+    for _ in range(search.attempts):
         here, by, most = 0, 0, state.totals[0, 0] - mean[0]
         for row in range(2):
             for rank in range(ranks):
                 if state.totals[row, rank] - mean[row] > most:
                     here, by, most = rank, row, state.totals[row, rank] - mean[row]
-        if most <= excess or failed == failures:
+        if most <= search.excess or failed == search.failures:
             return
         there = -1
         for rank in range(ranks):
@@ -295,7 +278,7 @@ def _even_out(
         x, y = _random(state) % slots * ranks + here, _random(state) % slots * ranks + there
         gap = state.totals[0, here] - state.totals[0, there]
         other_gap = state.totals[1, here] - state.totals[1, there]
-        failed = 0 if _rearrange(state, x, y, gap, other_gap, half) else failed + 1
+        failed = 0 if _rearrange(state, x, y, gap, other_gap, search.half) else failed + 1
 
 
 @Compiled
