@@ -328,8 +328,9 @@ def _compare_metrics(run: RunDirectory, recorded: dict[int, _Recorded], found: A
             f"metrics.jsonl counts other numbers of documents in {_named('step', different)}"
         )
     if skipped:
+        named = _named("step", sorted(skipped))
         found.notes.append(
-            f"skipped, by fp16 overflow or a spike: the documents of {_named('step', sorted(skipped))} changed no weight"
+            f"skipped, by fp16 overflow or a spike: the documents of {named} changed no weight"
         )
 
 
