@@ -22,7 +22,7 @@ from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 # The first four bound the time of a call; smaller ones change no number of steps of OpenChat, Natural Instructions and
-# SQuAD. The others were measured on OpenChat in packs of 16,384 for 8 ranks, which loses 2.7e-4 of its cost utilization.
+# SQuAD. The others are measured on OpenChat in packs of 16,384 for 8 ranks: it loses 2.7e-4 of its cost utilization.
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
 _COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window
 _GIVERS = 128  # packs that give their free tokens in one collection
