@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, costliest_first, least_maximum
 from multipack.planning.histogram import count, simple_bound
-from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
+from multipack.planning.kernels.placing import fill_empty, place_documents, place_inside, sums
 from multipack.planning.lengths import (
     Integers,
     Packs,
@@ -277,7 +277,7 @@ def _on_ranks(
 def _arranged(shared: Arrangement, goal: int, own: Integers) -> Integers:
     """The best arrangement; −1 for documents without a pack if none fits."""
     if shared.ranks == 1:
-        return place(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
+        return place_documents(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
     return shared.arrange(goal, own)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
-from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
+from multipack.planning.kernels.placing import fill_empty, place_documents, place_inside, sums
 from multipack.planning.lengths import Integers, Packs, check_integer, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
 
@@ -236,19 +236,21 @@ class Arrangement:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
         if self.sync == "step" and self.micro_batches > 1:
             yield self._by_rank()
-        yield self._numbered(self._place(1))
+        yield self._by_cost(self._by_point(1))
         if self.sync != "step" and self.micro_batches > 1:
-            yield self._place(self.micro_batches)
-        yield self._numbered(own)
+            yield self._by_point(self.micro_batches)
+        yield self._by_cost(own)
 
     def _by_rank(self) -> Integers:
         """Place the documents on ranks, the longest first, and then into the packs of their rank."""
         slots = self.micro_batches
-        ranks = place(self.lengths, self.costs, self.ranks, slots * self.capacity, slots * self.limit)
+        ranks = place_documents(
+            self.lengths, self.costs, self.ranks, slots * self.capacity, slots * self.limit
+        )
         found = place_inside(self.lengths, self.costs, ranks, self.ranks, slots, self.capacity, self.limit)
         return np.where(found < 0, -1, found * self.ranks + ranks)
 
-    def _place(self, points: int) -> Integers:
+    def _by_point(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
 
         A micro-batch takes as long as its most loaded pack. So each gets documents that fit, until its packs cost
@@ -268,12 +270,12 @@ class Arrangement:
             ends = np.searchsorted(cost, most, side="right"), np.searchsorted(tokens, full, side="right")
             stop = max(int(min(ends)) - 1, int(np.searchsorted(tokens, room)))
             inside = slice(start, len(placed) if left == 1 else stop)
-            found = place(self.lengths[inside], self.costs[inside], packs, capacity, self.limit)
+            found = place_documents(self.lengths[inside], self.costs[inside], packs, capacity, self.limit)
             placed[inside] = np.where(found < 0, -1, point * packs + found)
             start = inside.stop
         return placed
 
-    def _numbered(self, placed: Integers) -> Integers:
+    def _by_cost(self, placed: Integers) -> Integers:
         """Packs get micro-batch and rank: packs of similar cost share a micro-batch.
 
         Where ranks synchronize once a step, each second micro-batch is in rising order, so that ranks add up to similar

@@ -269,7 +269,7 @@ class _Window:
         packs, limit, capacity = self.packs, self.limit, min(self.rules.options.capacity, int(slots.sum()))
         deferred, wanted, spare = positions < self.start, positions < stop, packs * capacity - aim
         visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
-        best = placing.place(slots, costs, packs, capacity, limit, visit, spare)
+        best = placing.place_documents(slots, costs, packs, capacity, limit, visit, spare)
         missed, last = int(slots[wanted & (best < 0)].sum()), stop == len(self.ends) - 1
         if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
             found = np.full(len(slots), -1, dtype=np.int64)
