@@ -22,7 +22,7 @@ import torch
 
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.data.text.vocabularies import read_text
-from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
+from multipack.data.views.corpus import Corpus, load_corpus
 from multipack.hub import model_folder
 from multipack.models.compile import compiler_problem, keep_compiled_code_private
 from multipack.models.foreign import open_foreign
@@ -36,7 +36,7 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import PLANNING, Console, Detail
 from multipack.run import RunDirectory, find_run, unused_folder
 from multipack.shapes import ModelShape
-from multipack.training.blueprint import check_first_stage, open_engine
+from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.callbacks.callback import Callback, Callbacks
 from multipack.training.callbacks.early_stopping import EarlyStopping
@@ -51,13 +51,12 @@ from multipack.training.frozen_files import check_base
 from multipack.training.objective import Objective, objective_of
 from multipack.training.pack_loaders import PackLoaders
 from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
-from multipack.training.rules import read_rule
 from multipack.training.run_config import Config, saved_shape
 from multipack.training.run_files import RunFiles
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
 from multipack.training.source_files import chat_template_of, outside_template, source_files
 from multipack.training.validation import Validation
-from multipack.training.weights import Reader, TrainedWeights, adapt_weights, find_weights, trained_shape
+from multipack.training.weights import Reader, TrainedWeights, adapt_weights, find_weights
 
 
 @dataclass(frozen=True)
@@ -184,35 +183,6 @@ def run_world(config: Config) -> Iterator[World]:
         yield world
 
 
-def check_model(config: Config, processes: int, console: Console) -> None:
-    """Check settings that depend on the vocabulary or on names of parameters, before a process group exists.
-
-    Tensor parallelism must divide the vocabulary, and the first stage of a pipeline must have trained parameters.
-
-    Raises:
-        ValueError: settings cannot be combined; the message names the nearest legal choice.
-    """
-    parallel, size = config.parallel, config.model.vocabulary_size
-    freezes = parallel.pipeline > 1 and (
-        config.adapter.name != "none" or any(read_rule(rule).freeze for rule in config.optimizer.rules)
-    )
-    if not freezes and (parallel.tensor == 1 or size):
-        return
-    if not size:
-        with console.progress("reading the vocabulary") as advance:
-            tokenizer = find_tokenizer(
-                config.data, config.tokenizer, limit=config.document_limit, progress=advance
-            )
-        path = config.train.init_from
-        foreign = bool(config.model.architecture)
-        rows = trained_shape(model_folder(path, "train.init_from"), foreign).vocabulary_size if path else 0
-        size = max(rows, tokenizer.vocabulary_size)
-    shape = config.shape_with(size)
-    parallel.check(shape, processes, config.plan.capacity, resumed=config.train.resume != "false")
-    if freezes:
-        check_first_stage(config, shape)
-
-
 def open_run(config: Config, world: World) -> Opening:
     """Find the run directory, the checkpoint that the run resumes from, and the mesh of ranks; collective.
 
@@ -329,6 +299,8 @@ def open_model(
     Raises:
         ValueError: settings do not suit the documents, the device or the ranks.
     """
+    # Again, now that the vocabulary is known: tensor parallelism divides it.
+    config.parallel.check(start.shape, mesh.world.size, config.plan.capacity, resumed=resumed is not None)
     packs, notes = packs_per_step(config, mesh)
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)

@@ -27,7 +27,7 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
-from multipack.training.optimizer import build_optimizer, freeze
+from multipack.training.optimizer import build_optimizer, freeze, parameter_options
 from multipack.training.run_config import Config
 from multipack.training.weights import Reader
 from multipack.words import flatten
@@ -47,6 +47,8 @@ def open_engine(
     whole = _parameters(shape, config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
+    if config.parallel.pipeline > 1:
+        _check_first_stage(whole, config, shape)
     _check_memory(whole, config, mesh.world)
     saved = _saved(config, whole)
     initial = _initial(config, shape, weights, whole)
@@ -116,20 +118,17 @@ def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[
     return [kernel for kernel, reason in found.items() if not reason] if usable else []
 
 
-def check_first_stage(config: Config, shape: ModelShape) -> None:
-    """Check that `optimizer.rules` leave trained parameters in the first stage of a pipeline; needs no process group.
+def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape: ModelShape) -> None:
+    """Check that the first stage of a pipeline has trained parameters, so that gradients arrive in it.
 
     Raises:
-        ValueError: no parameter of the first stage is trained, or a rule matches no parameter.
+        ValueError: all its parameters are frozen, or a rule matches no parameter.
     """
-    stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
-    with torch.device("meta"):
-        part = Decoder(shape, part=DecoderPart(0, stop, shape.layers))
-    add_adapters(part, config.adapter)
-    first = dict(part.named_parameters())
-    freeze(first, config.optimizer, _parameters(shape, config))
-    if not any(parameter.requires_grad for parameter in first.values()):
-        parallel = config.parallel
+    parallel = config.parallel
+    blocks = split_layers(shape.layers, parallel.stages, head_layers(shape))[0]
+    held = ("embedding.", "positions.", *(f"blocks.{number}." for number in blocks))
+    options = parameter_options(whole, config.optimizer)
+    if all(each.frozen for name, each in options.items() if name.startswith(held)):
         setting = "optimizer.rules" if config.adapter.name == "none" else "adapter.targets"
         raise ValueError(
             f"{setting} freeze all that the first stage of the pipeline holds, which then has no gradients to"

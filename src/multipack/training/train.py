@@ -16,7 +16,7 @@ from multipack.parallel.failures import LostRank
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import World
 from multipack.reports.console import Console
-from multipack.training.assemble import assemble, check_model, run_world
+from multipack.training.assemble import assemble, run_world
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.checks import check
 from multipack.training.compare import Comparison, compare_with_padding
@@ -64,7 +64,6 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
     check(config, ranks.size)
-    check_model(config, ranks.size, console)
     with run_world(config) as world:
         trainer = Trainer(assemble(config, world, console, clock), console)
         first = trainer.step

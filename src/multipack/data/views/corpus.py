@@ -23,8 +23,8 @@ from multipack.data.stores.staging import stage, verify_once
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import RECORDS, DataConfig
 from multipack.data.text.skipped import skipped_lines
-from multipack.data.text.sources import Source, open_dataset
-from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
+from multipack.data.text.sources import open_dataset
+from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, silent
 from multipack.data.views.arriving import Arriving, GrowingFolder, StreamedRecords
 from multipack.data.views.documents import Documents
 from multipack.data.views.mixture import Share, mix
@@ -256,20 +256,6 @@ def _load_stored(
         sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),
         staged=staged,
     )
-
-
-def find_tokenizer(
-    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress = silent
-) -> Tokenizer:
-    """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
-
-    Arguments and errors: see `load_corpus`.
-    """
-    if data.stream:
-        return _load_stream(data, tokenizer, limit).tokenizer
-    if data.source in ("store", "mixture"):
-        return _open((data.paths or [data.path])[0], tokenizer).tokenizer
-    return build_tokenizer(tokenizer, Source(data, tokenizer), cache_folder(data.cache), progress)
 
 
 class _Divided(NamedTuple):
