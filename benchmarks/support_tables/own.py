@@ -18,8 +18,9 @@ from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.training.blueprint import open_engine
 from multipack.training.checks import check
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs

@@ -10,7 +10,8 @@ from multipack.training import checks
 from multipack.training.assemble import open_model
 from multipack.training.blueprint import open_engine
 from multipack.training.checks import check, check_kind
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 
 SHARED = "data=jsonl data.path=x data.share_prefixes=all"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Timer
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +20,12 @@ from multipack.reports.console import Console
 from multipack.training.assemble import assemble, run_world
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.checks import check
-from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import Config
 from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from multipack.training.compare import Comparison
 
 CLOSE_SECONDS = 30.0
 """Time that a failed rank waits for its threads, such as one that writes a checkpoint."""
@@ -140,6 +143,8 @@ def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison
     console.line(
         "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
     )
+    from multipack.training.compare import compare_with_padding
+
     size, slots = settings.padded_batch_size, trainer.config.pack_slots
     try:
         return compare_with_padding(
