@@ -24,7 +24,7 @@ LEFT_OF = {
     "hub": "untrusted machine atomic checksums",
     "shapes": "words atomic ranges",
     "run": "words atomic",
-    "planning": "words atomic shapes",
+    "planning": "ranges words atomic shapes",
     "data": "untrusted words machine atomic checksums shapes planning",
     "ops": "words machine shapes planning data",
     "models": "untrusted words hub machine atomic shapes planning data ops",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -323,20 +323,28 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
     """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
-    found, share = measured or (None, None)
+    _, share = measured or (None, None)
     return {
         "step": run.step,
         "steps": run.steps,
         "world_size": run.world.size,
         "parallel": run.config.parallel.text(run.world.size),
         "run": rows,
-        "plan": found.to_dict() if found else None,
+        "plan": _report_rows(run, measured, ()) if measured else [],
         "padded_share": share,
         "padded_batch_size": run.config.train.padded_batch_size,
         "notes": [note for note in run.notes if not isinstance(note, Detail)],
         "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
     }
+
+
+def _report_rows(run: Trainer, measured: tuple[PlanReport, float], advice: Sequence[str]) -> Rows:
+    from multipack.reports.summary import report_rows
+
+    found, share = measured
+    config, ranks = run.config, run.mesh.data_size
+    return report_rows(found, share, config.train.padded_batch_size, ranks, config.plan, advice)
 
 
 def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
@@ -348,10 +356,8 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         rows = [("documents", ends), ("planned ahead", ahead)]
     else:
         from multipack.planning.advice import advise
-        from multipack.reports.summary import report_rows
 
-        (found, share), batch_size = measured, config.train.padded_batch_size
-        rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
+        rows = _report_rows(run, measured, advise(feed.plan, measured[0]))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
         f"{counted(config.plan.packs_per_step, 'packs')} of at most {config.plan.capacity:,} tokens,"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 Tokens = NDArray[np.unsignedinteger]
@@ -83,7 +83,7 @@ def least_slots(lengths: Integers, shared: Integers, capacity: int) -> int:
     return int(_bound(lengths, shared, capacity))
 
 
-@compiled
+@Compiled
 def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     """The tokens depth … depth + 2 of a document as one integer; the end of a document comes before every token."""
     key = 0
@@ -94,7 +94,7 @@ def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     return key
 
 
-@compiled
+@Compiled
 def _sort(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers, keys: Integers) -> None:
     """Multikey quicksort with cached keys (Bentley and Sedgewick 1997; Ng and Kakehi 2007), in place.
 
@@ -148,7 +148,7 @@ def _sort(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers, 
             size += 1
 
 
-@compiled
+@Compiled
 def _common(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers) -> Integers:
     found = np.zeros(len(order), dtype=np.int64)
     for number in range(1, len(order)):
@@ -161,7 +161,7 @@ def _common(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers
     return found
 
 
-@compiled
+@Compiled
 def _cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     """A queue holds the beginnings from which a tree may reach the current document, with rising repeated tokens."""
     count = len(lengths)
@@ -194,7 +194,7 @@ def _cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     return begins
 
 
-@compiled
+@Compiled
 def _bound(lengths: Integers, shared: Integers, capacity: int) -> int:
     """Nodes are closed from the deepest; `inside` sums the distinct tokens below each open node."""
     depths, inside = np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64)
