@@ -124,7 +124,7 @@ class Decoder(nn.Module):
                 " shape.with_vocabulary(size)"
             )
         shape.check_computed()
-        if attention != "auto" and not find_backend(attention).cap and shape.attention_cap:
+        if attention != "auto" and not find_backend(attention).explicit and shape.attention_cap:
             raise ValueError(
                 f"model.attention={attention} computes no soft cap of scores"
                 f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
