@@ -312,6 +312,11 @@ class ModelShape:
             return self.layers - self.layers // self.full_every
         return (self.window_layers or self.layers) if self.window else 0
 
+    @property
+    def explicit_scores(self) -> str:
+        """The field for which attention writes out its scores, as few kernels do; empty = there is none."""
+        return "attention_cap" if self.attention_cap else ""
+
     def window_of(self, layer: int) -> int:
         """Tokens that a layer sees, including the query itself; 0 = no window."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window

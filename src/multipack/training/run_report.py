@@ -18,7 +18,6 @@ from multipack.data.text.skipped import counted, skipped_lines
 from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.models.huggingface import parameter_shapes
-from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.ops.quantized import part_names
 from multipack.parallel.world import hosts
@@ -390,17 +389,6 @@ def _attention_backend(run: Trainer) -> str:
         return "multipack in transformers"
     if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
         return "planned"
-    dtype, limits = DTYPES[config.train.dtype], Limits(cap=shape.attention_cap or None)
+    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
     compiled = config.train.compile == "true"
-    return BACKENDS[
-        backend_index(
-            config.model.attention,
-            run.world.device,
-            dtype,
-            shape.head_width,
-            limits.explicit,
-            True,
-            False,
-            compiled,
-        )
-    ].name
+    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name
