@@ -18,6 +18,7 @@ import torch
 
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate
+from multipack.models.sampling import Sampling
 from multipack.shapes import ModelShape
 from result import by_turns, device_name, parser_of, write_result
 
@@ -31,7 +32,7 @@ def measure(model: Decoder, options: argparse.Namespace) -> dict[str, float]:
     """Median seconds of both ways, and the median of their ratio; one round is not counted."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 2048, (options.prompt_tokens,), generator=generator).tolist()
-    write = partial(generate, model, prompt, options.new_tokens, temperature=0)
+    write = partial(generate, model, [prompt], Sampling(options.new_tokens, temperature=0))
     ways = {"cached": partial(write, use_cache=True), "uncached": partial(write, use_cache=False)}
     # bfloat16 rounds by the shape of a product, and near ties fall either way.
     if options.dtype == "fp32" and ways["cached"]() != ways["uncached"]():

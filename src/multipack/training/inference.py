@@ -16,7 +16,7 @@ from multipack.data.text.texts import CHAT_TEMPLATE, Message, TextPart
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
-from multipack.models.generate import Completion, Listener, generate_batch
+from multipack.models.generate import Completion, Listener, generate
 from multipack.models.huggingface import build_decoder
 from multipack.models.sampling import Sampling
 from multipack.training.source_files import find_template
@@ -78,7 +78,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Continue prompts in one batch; see `generate_batch`. torch's global random generator is not used.
+    """Continue prompts in one batch; see `generate`.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know; with several prompts the
@@ -93,7 +93,7 @@ def complete_batch(
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
     ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
-    return generate_batch(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
+    return generate(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
 
 
 def answer(
@@ -131,7 +131,7 @@ def answer(
     if template.end_of_turn:
         ends += encode((TextPart(template.end_of_turn, False, is_special=True),))
     answers = sum(message["role"] == "assistant" for message in messages)
-    (completion,) = generate_batch(
+    (completion,) = generate(
         model,
         [ids],
         replace(sampling, seed=sampling.seed + answers),

@@ -403,8 +403,6 @@ def _attention_backend(run: Trainer) -> str:
         return "multipack in transformers"
     if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
         return "planned"
-    dtype, limits = DTYPES[config.train.dtype], (shape.attention_cap or None, True, False)
+    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
     compiled = config.train.compile == "true"
-    return BACKENDS[
-        backend_index(config.model.attention, run.world.device, dtype, shape.head_width, *limits, compiled)
-    ].name
+    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name
