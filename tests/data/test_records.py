@@ -405,8 +405,7 @@ def test_conversations_written_together_are_those_written_one_by_one(
             source="jsonl", path=path, chat_template=str(template), special_tokens=["<user>"], **fields
         )
         source = Source(data)
-        documents = [(document, source.done) for document in source]
-        return documents, source.skipped, source.places, source.fault, source.reader.notes
+        return list(source), source.skipped, source.places, source.fault, source.reader.notes
 
     def refusal():
         with pytest.raises(
@@ -433,6 +432,6 @@ def test_records_before_a_fault_of_their_file_come_first(read):
         raise OSError("the file ends here")
 
     found = reader.documents(entries(), "lines")
-    assert [document.name for document in next(found)] == ["a:1"]
+    assert next(found).name == "a:1"
     with pytest.raises(OSError, match="ends here"):
         next(found)

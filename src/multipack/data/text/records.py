@@ -267,8 +267,8 @@ class RecordReader:
         wanted = {*more, *(config.fields or chain(*required))}
         return [name for name in names if name in wanted]
 
-    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Sequence[Found]]:
-        """The documents of each record in order: two of two answers, or a `Skip` with the reason why it has none.
+    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Found]:
+        """The documents of records in order: of each one, or two of two answers, or a `Skip` with the reason.
 
         Conversations are read ahead, because the template writes many of them at once.
 
@@ -287,7 +287,7 @@ class RecordReader:
                     found = finish([*islice(written, len(asked))] if asked else [])
                 except _FAULTS as error:
                     found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
-                yield found
+                yield from found
 
     def _begun(self, entry: Entry, unit: str) -> _Begun:
         """A record whose documents wait for the template."""
