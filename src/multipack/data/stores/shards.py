@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +30,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from multipack.atomic import read_file, write_atomically
-from multipack.data.text.skipped import Notes, Places, checked_places
+from multipack.data.text.data_config import ItemKind
+from multipack.data.text.skipped import MOST_PLACES, Noted
 from multipack.planning.lengths import Integers, check_integer
 
-ItemKind = Literal["documents", "pairs", "labels"]
-"""Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
-followed by another record's answer to its prompt."""
-ITEM_NAMES: dict[ItemKind, str] = {
-    "documents": "single documents",
-    "pairs": "preference pairs",
-    "labels": "labeled answers",
-}
 FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 SHARDS = "shard-*.safetensors"
@@ -70,13 +64,10 @@ class Shard:
             all are 1.
         content: result of `hash`, of a file when it was written.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
-        skipped: in the last shard of a part, reason → number of entries that the part's source skipped (it may be
-            empty); None: another shard follows.
-        notes: in the last shard of a part, what people should know → number of records, and the name of the first.
+        noted: in the last shard of a part, about the records of the part; None: another shard follows.
         file: the file; None = in memory.
         bytes: size of the file.
         label: begins the names of the documents.
-        places: reason → names of the first entries that were skipped.
     """
 
     offsets: Integers
@@ -88,12 +79,10 @@ class Shard:
     weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     content: int = 0
     read: int = 0
-    skipped: dict[str, int] | None = None
-    notes: Notes = field(default_factory=dict)
+    noted: Noted | None = None
     file: Path | None = None
     bytes: int = 0
     label: str = ""
-    places: Places = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -152,7 +141,7 @@ class Shard:
     def write(self, path: Path) -> None:
         """Write the shard to a file, atomically."""
         about = {"version": VERSION, "content": f"{self.content:032x}", "read": self.read}
-        about |= {"skipped": self.skipped, "notes": self.notes, "places": self.places}
+        about |= {"skipped": None, "notes": {}, "places": {}} if self.noted is None else vars(self.noted)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         write_atomically(path, save(arrays, {FORMAT: json.dumps(about)}))
 
@@ -210,15 +199,12 @@ def open_shard(path: Path, label: str = "") -> Shard:
         about = json.loads(layout["__metadata__"][FORMAT])
         if about["version"] != VERSION:
             raise ValueError("another version")
-        noted = dict(about.get("notes", {}))  # stores before notes lack them
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
         shard = Shard(
             **{name: _array(data, name, layout[name]) for name in _ARRAYS},
             content=int(about["content"], 16),
             read=check_integer("read", about["read"], 0),
-            skipped=_counts(about["skipped"]),
-            notes={str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in noted.items()},
-            places=checked_places(about.get("places", {})),
+            noted=_noted(about),
             file=path,
             bytes=begin + len(data),
             label=label,
@@ -229,9 +215,20 @@ def open_shard(path: Path, label: str = "") -> Shard:
         raise damaged(path, f"not a shard ({' '.join(str(error).split())})") from error
 
 
-def _counts(value: Any) -> dict[str, int] | None:
-    """Reason → number of entries; None stays None. Anything else is a `TypeError` or `ValueError`."""
-    return None if value is None else {str(why): check_integer(why, n, 0) for why, n in dict(value).items()}
+def _noted(about: dict[str, Any]) -> Noted | None:
+    """What the metadata of the last shard of a part say about its records; None: another shard follows.
+
+    Raises:
+        LookupError, TypeError, ValueError: they say something else. (Those of earlier versions lack notes or places.)
+    """
+    if about["skipped"] is None:
+        return None
+    skipped, notes, places = (dict(about.get(name, {})) for name in ("skipped", "notes", "places"))
+    return Noted(
+        Counter({str(reason): check_integer(reason, n, 0) for reason, n in skipped.items()}),
+        {str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in notes.items()},
+        {str(reason): [str(name) for name in names][:MOST_PLACES] for reason, names in places.items()},
+    )
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
@@ -342,5 +339,5 @@ def find_shards(folder: Path, parts: Iterable[int], known: Sequence[Shard] = ())
                 return
             shard = opened[file] if file in opened else open_shard(file)
             yield shard
-            if shard.skipped is not None:  # the last one of its part
+            if shard.noted is not None:  # the last one of its part
                 break

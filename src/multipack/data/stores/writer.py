@@ -29,7 +29,7 @@ from multipack.data.stores.shards import (
     find_shards,
     shard_name,
 )
-from multipack.data.text.skipped import Notes, Places
+from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import CHAT_TEMPLATE, SourceDocument
 from multipack.data.text.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class WrittenShard(NamedTuple):
     @classmethod
     def of(cls, shard: Shard) -> WrittenShard:
         """The figures of a shard."""
-        return cls(len(shard), len(shard.tokens), shard.read, shard.skipped is not None)
+        return cls(len(shard), len(shard.tokens), shard.read, shard.noted is not None)
 
 
 class ShardBuilder:
@@ -203,9 +203,7 @@ class StoreWriter:
             description.
 
     Attributes:
-        skipped: reason → number of entries that the source left out; may be set until the block ends.
-        notes: what people should know about records, see `Shard`; may be set until the block ends.
-        places: reason → names of the first skipped entries.
+        noted: about the records of the source; may be set until the block ends.
         shards: figures of the shards written so far, also by an interrupted writer.
 
     Raises:
@@ -214,9 +212,7 @@ class StoreWriter:
     """
 
     def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **header: Any) -> None:
-        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[WrittenShard]()
-        self.notes: Notes = {}
-        self.places = Places()
+        self.path, self.noted, self.shards = Path(path), Noted(), list[WrittenShard]()
         self._tokenizer, self._part = tokenizer, part
         self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
         self._builder = self._new_builder()
@@ -286,15 +282,13 @@ class StoreWriter:
         if is_full and documents % self.header.item_size == 0:
             self.end_shard()
 
-    def end_shard(self, skipped: dict[str, int] | None = None) -> None:
-        """Write the documents that were added, if any, as a shard; with `skipped` it is the last one of this part."""
-        if not len(self._builder) and (skipped is None or self.is_finished):
+    def end_shard(self, noted: Noted | None = None) -> None:
+        """Write the documents that were added, if any, as a shard; with `noted` it is the last one of this part."""
+        if not len(self._builder) and (noted is None or self.is_finished):
             return
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
-        shard = self._builder.build()
-        if skipped is not None:
-            shard = replace(shard, skipped=skipped, notes=self.notes, places=self.places)
+        shard = replace(self._builder.build(), noted=noted)
         shard.write(self._next_file())
         self.shards.append(WrittenShard.of(shard))
         self._builder = self._new_builder()
@@ -303,7 +297,7 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.end_shard(self.skipped)
+            self.end_shard(self.noted)
         if isinstance(error, ValueError) and self.header.parts == 1 and not self.is_finished:
             remove_store(self.path)
 

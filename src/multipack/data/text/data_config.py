@@ -23,6 +23,14 @@ RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preferen
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
 AlpacaPrompt = Literal["instruct", "chat", "chatml", "phi"]
+ItemKind = Literal["documents", "pairs", "labels"]
+"""Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
+followed by another record's answer to its prompt."""
+ITEM_NAMES: dict[ItemKind, str] = {
+    "documents": "single documents",
+    "pairs": "preference pairs",
+    "labels": "labeled answers",
+}
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 

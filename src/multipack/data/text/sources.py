@@ -19,7 +19,6 @@ import io
 import json
 import platform
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import accumulate
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from multipack.data.text import stdlib
 from multipack.data.text.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.text.records import Entry, RecordForm, RecordReader, without_nulls
-from multipack.data.text.skipped import MOST_PLACES, Places, add_places, grouped
+from multipack.data.text.skipped import MOST_PLACES, Noted, grouped
 from multipack.data.text.texts import (
     Found,
     Item,
@@ -71,8 +70,7 @@ class Source:
         unit: unit of `done` and `total`: bytes of files, or rows.
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
-        skipped: reason → number of entries that the last iteration skipped.
-        places: reason → names of the first skipped entries.
+        noted: about the records of the last iteration.
         fault: what is wrong with the first broken entry of the last iteration; empty = none was broken.
 
     Raises:
@@ -87,7 +85,7 @@ class Source:
         self.dataset: Any = None
         self.name, self.unit, self.total = config.path, "bytes", 0
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
-        self.skipped, self.places, self.fault = Counter[str](), Places(), ""
+        self.noted, self.fault = Noted(), ""
         self._ignored, self._done, self._before = 0, 0, 0
         self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
@@ -146,11 +144,11 @@ class Source:
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
     def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped, self.places, self.fault = Counter(), {}, ""
+        self.noted, self.fault = Noted(), ""
         self._done, self._open_file = 0, None
-        self.reader.restart()
+        self.reader.restart(self.noted)
         if self._ignored:
-            self.skipped["files of other kinds"] = self._ignored
+            self.noted.skipped["files of other kinds"] = self._ignored
         for found in (
             self._read_files()
             if self.dataset is None
@@ -159,17 +157,12 @@ class Source:
             if isinstance(found, SourceDocument):
                 yield found
             else:
-                self.skip(found.reason, found.name)
+                self.noted.skip(found.reason, found.name)
                 self.fault = self.fault or found.fault
 
     def items(self) -> Iterator[Item]:
         """The documents, by the item that they belong to."""
         return zip(*[iter(self)] * (2 if self.find_form().pairs else 1), strict=True)
-
-    def skip(self, reason: str, name: str) -> None:
-        """Count and name an entry that is left out."""
-        self.skipped[reason] += 1
-        add_places(self.places, reason, [name])
 
     def _checked(self, entries: Iterable[Found]) -> Iterator[Found]:
         """The entries of a file; with `data.broken=error` a ValueError names broken ones."""
