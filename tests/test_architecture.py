@@ -25,7 +25,7 @@ LEFT_OF = {
     "shapes": "words atomic ranges",
     "run": "words atomic",
     "planning": "ranges words atomic shapes",
-    "data": "untrusted words machine atomic checksums shapes planning",
+    "data": "untrusted ranges words machine atomic checksums shapes planning",
     "ops": "words machine shapes planning data",
     "models": "untrusted words hub machine atomic shapes planning data ops",
     "parallel": "untrusted ranges words machine atomic shapes planning data ops",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import multipack
-from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted
 from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.ops.attention.table import BACKENDS, backend_index
@@ -376,7 +376,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*skipped_lines(arriving.skipped, arriving.places), *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
