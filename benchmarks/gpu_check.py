@@ -66,7 +66,6 @@ BENCHES = (
         ("attention.py", "--device", "{device}", "--out", "{out}", *ATTENTION),
         SMALL_ATTENTION,
     ),
-    module_part("bounds", 90, "bounds"),
     module_part("loss", 90, "loss"),
     *(
         module_part(f"llama-{way}", 200, "llama", "--way", way)

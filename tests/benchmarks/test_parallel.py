@@ -156,6 +156,4 @@ def test_all_tables_of_this_machine_run(parallel, tmp_path, monkeypatch):
     parallel.SUITE.main("")
     tables = {values["name"]: values for values in json.loads(out.read_text())["tables"]}
     assert tables.keys() >= set(parallel.SUITE.tables)
-    assert {row[0] for row in tables["overhead"]["rows"]} == set(parallel.overhead.STRATEGIES)
-    assert {row[0] for row in tables["scaling"]["rows"]} == set(parallel.scaling.WAYS)
     assert all(each["reached"] <= each["asked"] for each in tables["traffic"]["asked"])
