@@ -94,7 +94,7 @@ def build_engine(
     Raises:
         ValueError: the strategies cannot be applied to this model.
     """
-    files = MappedFiles(config.offload_folder, mesh.world.rank) if config.offload == "disk" else None
+    files = MappedFiles(config.offload_folder) if config.offload == "disk" else None
     if files is not None:
         optimizer = _mapped(optimizer, files)
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
