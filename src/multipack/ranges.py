@@ -28,7 +28,10 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        known = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
+        shown = {
+            name: f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for name, bound in bounds.items()
+        }
+        known = [f"{name} {shown[name]}" for name, bound in bounds.items() if math.isfinite(bound)]
         return " and ".join(known) or "finite"
 
 

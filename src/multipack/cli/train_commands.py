@@ -93,9 +93,8 @@ def prepare(
     from multipack.data.views.shown import MOST_TOKENS
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
-    from multipack.training.given_checks import check_documents_named
     from multipack.training.other_names import translate
-    from multipack.training.run_config import compose, resolve_weights
+    from multipack.training.run_config import check_documents_named, compose, resolve_weights
     from multipack.words import given_values
 
     console, path = Console(stream=sys.stderr if as_json else None), report
