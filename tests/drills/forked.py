@@ -274,6 +274,12 @@ def _watch(names: list[str], event: int | None) -> None:
     watched(shutil, "rmtree")
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """Relative path → bytes of all files below a folder, hidden ones too; but not of locks."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def records(path: Path) -> list[dict[str, Any]]:
     """What equal runs share of a run's records."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -17,6 +17,7 @@ import gzip
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from multipack.hub import model_folder
 from multipack.imports.imported import translate_keys
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
+from multipack.models.huggingface import parameter_shapes
 from multipack.models.probe_batch import packed_batch
 from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
@@ -495,20 +497,20 @@ def axolotl(folder):
 
 def settings(folder):
     file = folder / "ours.yaml"
-    tree = yaml.safe_load(
-        "{model: tiny, tokenizer: byte, data: {source: jsonl, path: a.jsonl, fields: [a, b], cache: c},"
-        " plan: {capacity: 512, packs_per_step: 4}, train: {steps: 3, dtype: fp32, init_from: ''},"
-        " optimizer: {lr: 1.0e-3, eps: 1.0e-8, rules: [a lr=1]}, adapter: {rank: 4, targets: [q_proj]},"
-        " out: somewhere}"
-    )
+    words = "tokenizer=byte data=jsonl data.path=a.jsonl data.fields=[a,b] data.cache=c plan.capacity=512 train.steps=3"
+    words += " train.dtype=fp32 optimizer.lr=1e-3 adapter=lora adapter.base=base adapter.rank=4 adapter.targets=[q_proj]"
+    tree = {**asdict(compose([*words.split(), "optimizer.rules=[a lr=1]"])), "out": "somewhere"}
     file.write_text(json.dumps(tree))
 
     def read():
         config = compose([f"config={file}"])
         check(config, 1)
+        if config.model.layers < 100 and config.model.d_model < 1 << 13:
+            parameter_shapes(config.shape_with(300))
         for group, values in read_yaml(file).items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 kept = getattr(getattr(config, group), name, "no setting")
+                kept = list(kept) if isinstance(kept, tuple) else kept
                 texts = list(map(str, value)) if isinstance(value, list) else str(value)
                 same = kept == value or texts in (kept, str(kept)) or (value is None and not kept)
                 same = same or (isinstance(value, bool) and kept == str(value).lower())  # as in a word
@@ -520,12 +522,14 @@ def settings(folder):
                     raise SilentlyDifferent(f"{group}.{name}={value!r:.60} is {kept!r:.60}")
         return repr(config)
 
-    yield Surface("settings", file, {of_json: 20, of_text: 20, of_bytes: 20}, read)
+    yield Surface("settings", file, {of_json: 200, of_text: 100, of_bytes: 100}, read)
 
 
 def lengths(folder):
-    file = folder / "lengths.npy"
+    file, counts = folder / "lengths.npy", folder / "counts.npy"
     np.save(file, np.arange(1, 50))
+    np.save(counts, np.arange(50))
+    read_counts = lambda: np.asarray(read_lengths(counts, 64, histogram=True)).tolist()  # noqa: E731
 
     def read():
         found = np.asarray(read_lengths(file, 4096))
@@ -533,6 +537,7 @@ def lengths(folder):
         return found.tolist()
 
     yield Surface("lengths", file, {of_npy: 250, of_bytes: 300}, read)
+    yield Surface("counts", counts, {of_npy: 150, of_bytes: 200}, read_counts)
 
 
 # --- damaged runs -------------------------------------------------------------------------------------
