@@ -60,14 +60,8 @@ def test_a_disk_that_fills_up(tmp_path, words, run_of, whole, finish, work):
     """A store, the cache of a run, an export, a run: refused in one line, and made when there is room."""
     source, sizes = tmp_path / "source.txt", SIZES[work]
     source.write_text("\n\n".join(f"line {number} of the source, {number**3:x}" for number in range(12_000)))
-    of_text = [
-        *words,
-        "data=text",
-        "data.documents=blank_line",
-        f"data.path={source}",
-        *STEPS,
-        "train.eval_every=0",
-    ]
+    of_text = [*words, "data=text", "data.documents=blank_line", f"data.path={source}"]
+    of_text += [*STEPS, "train.eval_every=0"]
 
     def start(disk):
         function, *given = {

@@ -8,13 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine takes several times as long as an idle one
 
-STEPS = [
-    "train.steps=12",
-    "train.eval_every=4",
-    "train.checkpoint_every=2",
-    "train.keep_best=true",
-    "model.dropout=0.1",
-]
+STEPS = ["train.steps=12", "train.eval_every=4", "train.checkpoint_every=2", "train.keep_best=true"]
+STEPS += ["model.dropout=0.1"]
 AIMED = {"sync": [], "async": ["train.checkpoint_async=true"]}
 
 

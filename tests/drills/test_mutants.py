@@ -335,14 +335,7 @@ def state_of(name):
     return saved_states
 
 
-SURFACES = [
-    stores,
-    positions_of_streams,
-    tokenizers,
-    words_of_commands,
-    weights_of_huggingface,
-    hosts,
-]
+SURFACES = [stores, positions_of_streams, tokenizers, words_of_commands, weights_of_huggingface, hosts]
 SURFACES += [checkpoints, progress_of_checkpoints]
 
 
