@@ -23,7 +23,6 @@ import numpy as np
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
-from multipack.data.stores.ray_engine import count_parts, run_parts
 from multipack.data.stores.shards import HEADER, StoreHeader
 from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import StoreWriter, remove_store
@@ -96,7 +95,10 @@ def prepare(
     with locked(cache / "stores" / f"{job}.lock"), _alone(out, part, report):
         if _is_complete(path, key):  # another process may have been faster
             return path
-        parts = parts if engine == "local" else count_parts(source.total, len(source.files))
+        if engine == "ray":
+            from multipack.data.stores.ray_engine import count_parts, run_parts
+
+            parts = count_parts(source.total, len(source.files))
         begun = StoreHeader.find(path)
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise

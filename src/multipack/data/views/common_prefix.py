@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 Tokens = NDArray[np.unsignedinteger]
@@ -32,7 +32,7 @@ def shared(common: Integers, min_prefix: int) -> Integers:
     return np.where(common < min_prefix, 0, common // grain * grain)
 
 
-@compiled
+@Compiled
 def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     """The tokens depth … depth + 2 of a document as one integer; the end of a document comes before every token."""
     key = 0
@@ -43,7 +43,7 @@ def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     return key
 
 
-@compiled
+@Compiled
 def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integers:
     """(documents,) document numbers in the order of their tokens.
 
@@ -105,7 +105,7 @@ def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integ
     return order
 
 
-@compiled
+@Compiled
 def common_prefixes(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers) -> Integers:
     """(documents,) first tokens that each document of `order` has in common with the one before it; 0 for the first."""
     found = np.zeros(len(order), dtype=np.int64)
@@ -119,7 +119,7 @@ def common_prefixes(tokens: Tokens, starts: Integers, lengths: Integers, order: 
     return found
 
 
-@compiled
+@Compiled
 def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     """Divide sorted documents into trees of at most `limit` slots, repeating as few tokens as possible.
 
@@ -165,7 +165,7 @@ def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     return begins
 
 
-@compiled
+@Compiled
 def least_slots(lengths: Integers, shared: Integers, capacity: int) -> int:
     """A proven lower bound on the slots of any packs that hold these documents.
 
