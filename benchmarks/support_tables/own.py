@@ -16,12 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from multipack.ops.attention import table as attention_table
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
-from multipack.reports.console import Console
-from multipack.training.assemble import check_model
 from multipack.training.blueprint import open_engine
 from multipack.training.checks import check
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs
@@ -96,7 +95,6 @@ def build(processes: int, words: list[str], items: str = "") -> None:
     """
     config = compose(words)
     check(config, processes)
-    check_model(config, processes, Console(0))
     store = SimpleNamespace(kind="labels" if items == LABELS else "pairs")
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
     objective = (Preferences if items else Objective)(config, corpus)
@@ -143,7 +141,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "A100 bf16": {},
     "A100 fp32": {"dtype": torch.float32},
     "H100 bf16": {"generation": 9},
-    "soft cap": {"cap": 50.0},
+    "soft cap": {"explicit": "a soft cap"},
     "parts of keys": {"merges": True},
     "heads 20 wide": {"head_width": 20},
     "torch.compile": {"compiled": True},
@@ -157,7 +155,7 @@ def ask_backend(name: str, request: dict[str, Any], installed: bool) -> str:
     Raises:
         ValueError: the backend does not support the request.
     """
-    usual = {"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, "cap": None}
+    usual = {"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, "explicit": ""}
     usual |= {"causal": True, "merges": False, "compiled": False, "generation": 8}
     given = usual | request
     given["device"], generation = torch.device(given["device"]), given.pop("generation")
