@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
-from multipack.ops.lora import LoraLinear
+from multipack.ops.lora import ADAPTER, LoraLinear
 from multipack.ops.loss import LOSS_ATTRIBUTES
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
 from multipack.ops.quantized import PARTS, Quantized
@@ -117,44 +117,12 @@ class _TensorParallel(nn.Module):
     group: Group
 
 
-class _ColumnLinear(_TensorParallel, nn.Linear):
-    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, d) → (T, f / ranks)."""
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
-
-
-class _SharedHeadLinear(_TensorParallel, nn.Linear):
-    """Fewer heads than ranks: every rank has the whole matrix and computes the head of its queries."""
-
-    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
-    heads: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, d) → (T, D)."""
-        own = _head_rows(self)
-        weight, bias = (
-            None if each is None else identity(local(each), self.group)[own]
-            for each in (self.weight, self.bias)
-        )
-        return F.linear(x, weight, bias)
-
-
-class _RowLinear(_TensorParallel, nn.Linear):
-    placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, f / ranks) → (T / ranks, d)."""
-        bias = _on_first(None if self.bias is None else local(self.bias), self.group)
-        return reduce_scatter(F.linear(x, local(self.weight), bias), group=self.group)
-
-
-class _ColumnLora(_TensorParallel, LoraLinear):
-    """Every rank has the whole A and its rows of B."""
+class _ColumnLinear(_TensorParallel, LoraLinear):
+    """Every rank has its rows of W; of an adapter the whole A and its rows of B."""
 
     placements: ClassVar = {
-        **_ColumnLinear.placements,
+        "weight": Shard(0),
+        "bias": Shard(0),
         "lora_a": Replicate(),
         "lora_b": Shard(0),
         "magnitude": Shard(0),
@@ -166,29 +134,28 @@ class _ColumnLora(_TensorParallel, LoraLinear):
         return self.adapted(x, weight, bias, _shared(a, self.group), b, magnitude)
 
 
-class _SharedHeadLora(_TensorParallel, LoraLinear):
-    """See `_SharedHeadLinear`."""
+class _SharedHeadLinear(_TensorParallel, LoraLinear):
+    """Fewer heads than ranks: every rank has the whole matrices and computes the head of its queries."""
 
-    placements: ClassVar = {
-        **_SharedHeadLinear.placements,
-        **dict.fromkeys(("lora_a", "lora_b", "magnitude"), Replicate()),
-    }
+    placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b", "magnitude"), Replicate())
     heads: int
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, D)."""
         own, (weight, bias, a, b, magnitude) = _head_rows(self), _pieces(self)
-        bias = None if bias is None else bias[own]
-        b, magnitude = (None if each is None else identity(each, self.group)[own] for each in (b, magnitude))
-        a = _shared(a, self.group)
+        a, bias, b, magnitude = (_shared(each, self.group) for each in (a, bias, b, magnitude))
+        bias, b, magnitude = (None if each is None else each[own] for each in (bias, b, magnitude))
+        if isinstance(weight, Tensor):
+            weight = identity(weight, self.group)
         return self.adapted(x, weight[own], bias, a, b, magnitude)
 
 
-class _RowLora(_TensorParallel, LoraLinear):
-    """Every rank has the columns of A for its part of the inputs, and the whole B."""
+class _RowLinear(_TensorParallel, LoraLinear):
+    """Every rank has the columns of W, and of A, for its part of the inputs; the whole B."""
 
     placements: ClassVar = {
-        **_RowLinear.placements,
+        "weight": Shard(1),
+        "bias": Replicate(),
         "lora_a": Shard(1),
         "lora_b": Replicate(),
         "magnitude": Replicate(),
@@ -266,16 +233,22 @@ class _DividedRMSNorm(_TensorParallel, JointRMSNorm):
 
 
 _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
-    "column": (_ColumnLora, _ColumnLinear),
-    "heads": (_ColumnLora, _ColumnLinear),
-    "row": (_RowLora, _RowLinear),
+    "column": (_ColumnLinear,),
+    "heads": (_ColumnLinear,),
+    "row": (_RowLinear,),
     "vocabulary": (_VocabularyEmbedding, _ColumnLinear),
     "positions": (_PositionEmbedding,),
     "norm": (_TokenLayerNorm, _TokenOffsetRMSNorm, _DividedRMSNorm, _TokenRMSNorm),
     "gathers": (),
 }
-"""Kind → divided types. A module gets the first type whose base class it has with an unchanged `forward`.
-With fewer heads than ranks, `heads` gets `_SharedHeadLinear` or `_SharedHeadLora`."""
+"""Kind → divided types. A module gets the first type that takes its class, see `_undivided`.
+With fewer heads than ranks, `heads` gets `_SharedHeadLinear`."""
+
+
+def _undivided(divided_type: type[_TensorParallel]) -> tuple[Any, ...]:
+    """The classes that a type divides, if `forward` is theirs: its base; linear layers also without an adapter."""
+    base = divided_type.__bases__[1]
+    return (base, nn.Linear) if base is LoraLinear else (base,)
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -296,13 +269,13 @@ def _divided_type(
     """The divided type of a module; None = nothing to divide."""
     kind = _kind_of(name, plan)
     if kind == "heads" and (heads := getattr(module, "heads", ranks)) < ranks and ranks % heads == 0:
-        return _SharedHeadLora if isinstance(module, LoraLinear) else _SharedHeadLinear
+        return _SharedHeadLinear
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
-            base: Any = divided_type.__bases__[1]
-            if isinstance(module, base) and type(module).forward is base.forward:
+            bases = [each for each in _undivided(divided_type) if isinstance(module, each)]
+            if any(type(module).forward is base.forward for base in bases):
                 return divided_type
-        types = " or ".join(each.__bases__[1].__name__ for each in _KINDS[kind])
+        types = " or ".join(_undivided(each)[-1].__name__ for each in _KINDS[kind])
         raise ValueError(f"the plan calls {name} {kind!r}, which takes {types}, got {type(module).__name__}")
     own = [parameter for parameter, _ in module.named_parameters(recurse=False)]
     if own:
@@ -337,6 +310,8 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
             piece = piece.chunk(ranks, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
         divided = DTensor.from_local(piece, mesh, (placement,), run_check=False)
         module.register_parameter(own, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    if isinstance(module, nn.Linear):
+        vars(module).update({own: None for own in ADAPTER if not hasattr(module, own)})  # without an adapter
     module.__class__ = divided_type
     cast(_TensorParallel, module).group = mesh.get_group()
 
@@ -370,7 +345,7 @@ def _shared(tensor: Tensor | None, group: Group) -> Tensor | None:
     return None if tensor is None else identity(tensor, group)
 
 
-def _head_rows(module: _SharedHeadLinear | _SharedHeadLora) -> slice:
+def _head_rows(module: _SharedHeadLinear) -> slice:
     """Rows of the key (or value) head of this rank's queries."""
     rank, ranks = dist.get_rank(module.group), dist.get_world_size(module.group)
     width = module.out_features // module.heads
