@@ -11,18 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from multipack.data.stores.shards import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
-from multipack.parallel.parallel_config import ParallelConfig, check_readers
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import check_item_options
 from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
-
-Kind = Literal["documents", "pairs", "labels"]
-"""Kind of a run's documents: single documents, preference pairs, or labeled answers."""
 
 
 class Refusal(NamedTuple):
@@ -121,6 +119,11 @@ RULES = (
 
 OF_RANKS = (
     Refusal(
+        lambda run: run.data.readers > run.ranks,
+        "data.readers={data.readers} of {ranks} data-parallel ranks: at most data.readers={ranks}, or 0: every rank"
+        " reads its own",
+    ),
+    Refusal(
         lambda run: run.resumes and run.plan.micro_batches and run.packs not in (run.given, run.fitting),
         "plan.micro_batches={plan.micro_batches} on {named_ranks} makes {named_given} a step, and the steps of the"
         " resumed run have {packs}: leave it out",
@@ -203,14 +206,13 @@ def check(config: Config, processes: int) -> None:
         check_shape(config, run.foreign)
     parallel.check(config.model, processes, config.plan.capacity, config.train.dtype, resumes)
     config.adapter.check_blocks(config.model, parallel.tensor)
-    check_readers(config.data.readers, parallel.data_size(processes))
     if run.shares:
         check_item_options(config.plan, f"data.share_prefixes={config.data.share_prefixes}")
     check_optimizer(config.optimizer.name, parallel)
     _raise_first(OF_RANKS, _facts(config, **_facts_of_ranks(config, processes)))
 
 
-def check_kind(config: Config, kind: Kind, reads_values: bool = False) -> None:
+def check_kind(config: Config, kind: ItemKind, reads_values: bool = False) -> None:
     """Check settings against the kind of documents; `reads_values`: the objective trains a head of scores.
 
     Raises:

@@ -31,8 +31,8 @@ from multipack.reports.console import Console
 from multipack.run import STATE, is_export, weights_folder
 from multipack.training.assemble import Start, objective_of, open_model, run_world, shape_of
 from multipack.training.checks import check
+from multipack.training.feed import PackLoaders
 from multipack.training.other_names import translate
-from multipack.training.pack_loaders import PackLoaders
 from multipack.training.preferences import Preferences
 from multipack.training.run_config import Config, compose, initial_model, resolve_weights
 from multipack.training.settings import PreferenceConfig
