@@ -175,7 +175,7 @@ def test_one_process_offloads_to_its_host(finished, words, tmp_path, files, caps
 
 
 def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
-    monkeypatch.setattr(train_module, "compare_with_padding", lambda *_, **__: "measured")
+    monkeypatch.setattr("multipack.training.compare.compare_with_padding", lambda *_, **__: "measured")
     lines = []
 
     def measured(setting, source="stdlib", size=1, plan="plan"):
