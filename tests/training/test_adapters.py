@@ -96,11 +96,6 @@ def test_adapters_are_trained_on_a_run_with_adapters(words, tmp_path):
 
 
 def test_refusals(words, tmp_path):
-    start = [word for word in words if not word.startswith("train.init_from")]
-    with pytest.raises(
-        ValueError, match=r"adapter.name=lora trains beside frozen weights: set train.init_from"
-    ):
-        train(compose_run([*start, "adapter=lora", f"out={tmp_path / 'x'}"]))
     with pytest.raises(ConfigError, match=r"adapter=qlra is not a preset; there are none, lora, dora"):
         compose_run([*words, "adapter=qlra"])
     with pytest.raises(ConfigError, match=r"adapter.rank=0 must be at least 1"):

@@ -13,7 +13,6 @@ from multipack.data.views.documents import Document
 from multipack.launch.held import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World
-from multipack.run import config_yaml
 from multipack.training import train as train_module
 from multipack.training.assemble import resolve
 from multipack.training.blueprint import open_engine
@@ -105,14 +104,6 @@ def test_packs_have_the_shape_that_the_run_chose(trainer):
     run = trainer("train.dtype=bf16")
     assert run.config.train.fixed_shape == "true"
     assert {batch.num_slots for batch in next(iter(run.feed)).micro_batches} == {run.config.plan.capacity}
-
-
-def test_booleans_of_yaml_files_are_choices(tmp_path):
-    (tmp_path / "a.yaml").write_text("train: {fixed_shape: true, compile: false, resume: false}\n")
-    train = compose([f"config={tmp_path / 'a.yaml'}"]).train
-    assert (train.fixed_shape, train.compile, train.resume) == ("true", "false", "false")
-    (tmp_path / "b.yaml").write_text(config_yaml(compose(["train.compile=true"])))
-    assert compose([f"config={tmp_path / 'b.yaml'}"]).train.compile == "true"
 
 
 def test_given_weights_have_their_own_learning_rate(resolved):

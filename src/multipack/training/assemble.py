@@ -246,17 +246,22 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
     return packs, notes
 
 
+def opens_documents(config: Config, mesh: Mesh) -> bool:
+    """Whether this rank reads tokens from storage: with `data.readers` only some do."""
+    if not config.data.readers:
+        return True
+    from multipack.parallel.readers import opens_tokens
+
+    return opens_tokens(mesh, config.data.readers)
+
+
 def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     """The documents of the run; tokenized first, if necessary.
 
     Raises:
         ValueError: see `load_corpus`; or the prompt of samples has no tokens.
     """
-    reads = True
-    if config.data.readers:
-        from multipack.parallel.readers import opens_tokens
-
-        reads = opens_tokens(mesh, config.data.readers)
+    reads = opens_documents(config, mesh)
     with console.progress("reading documents") as advance:
         corpus = load_corpus(
             config.data,
