@@ -141,7 +141,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "A100 bf16": {},
     "A100 fp32": {"dtype": torch.float32},
     "H100 bf16": {"generation": 9},
-    "soft cap": {"cap": 50.0},
+    "soft cap": {"explicit": "a soft cap"},
     "parts of keys": {"merges": True},
     "heads 20 wide": {"head_width": 20},
     "torch.compile": {"compiled": True},
@@ -155,7 +155,7 @@ def ask_backend(name: str, request: dict[str, Any], installed: bool) -> str:
     Raises:
         ValueError: the backend does not support the request.
     """
-    usual = {"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, "cap": None}
+    usual = {"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, "explicit": ""}
     usual |= {"causal": True, "merges": False, "compiled": False, "generation": 8}
     given = usual | request
     given["device"], generation = torch.device(given["device"]), given.pop("generation")

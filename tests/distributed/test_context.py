@@ -134,7 +134,7 @@ def mixed_dtypes(world, method):
     q, k, v = (torch.randn(SLOTS // world.size, heads, 8) for heads in (4, 2, 2))
     own = share(pack())
     with torch.autocast("cpu", torch.bfloat16):
-        out = divided.blocks[0].attention.attend(q, k, v.bfloat16(), own, "auto", None)
+        out = divided.blocks[0].attention.attend(q, k, v.bfloat16(), own, "auto", window=None)
     return tuple(out.shape), str(out.dtype)
 
 

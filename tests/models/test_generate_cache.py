@@ -10,13 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from multipack.models.decoder import Decoder
-from multipack.models.generate import PACK_TOKENS, generate, generate_batch
+from multipack.models.generate import PACK_TOKENS, generate
 from multipack.models.kv_cache import INITIAL_CAPACITY, KeyValueCache
 from multipack.models.sampling import Sampling
 
 LONG = 256
 COUNT = 8
 GREEDY = Sampling(max_tokens=COUNT, temperature=0)
+
+
+def continued(model, prompt, count, end_ids=(), use_cache=True, **sampling):
+    """The new tokens of one prompt."""
+    (found,) = generate(model, [prompt], Sampling(count, **sampling), end_ids=end_ids, use_cache=use_cache)
+    return found.tokens
 
 
 def longer(model: Decoder, context: int) -> Decoder:
@@ -57,8 +63,8 @@ def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
 def test_greedy_with_the_cache_equals_the_whole_forward_pass(model):
     for context, length, count in ((16, 3, 16), (16, 16, 4), (16, 40, 4), (LONG, INITIAL_CAPACITY - 8, 12)):
         grown = longer(model, context)
-        cached = generate(grown, prompt_of(length), count, temperature=0)
-        assert cached == generate(grown, prompt_of(length), count, temperature=0, use_cache=False)
+        cached = continued(grown, prompt_of(length), count, temperature=0)
+        assert cached == continued(grown, prompt_of(length), count, temperature=0, use_cache=False)
     assert len(set(cached)) > 1  # no single token repeated, which anything would get right
 
 
@@ -66,21 +72,21 @@ def test_greedy_with_the_cache_equals_the_whole_forward_pass(model):
 def test_prompts_together_are_each_as_alone(model, together):
     model = longer(model, 64)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 31, 1, 60, 80, 2))]
-    found = generate_batch(model, prompts, GREEDY, together=together)
-    alone = [generate(model, prompt, COUNT, temperature=0) for prompt in prompts]
+    found = generate(model, prompts, GREEDY, together=together)
+    alone = [continued(model, prompt, COUNT, temperature=0) for prompt in prompts]
     assert [completion.tokens for completion in found] == alone
     assert {completion.reason for completion in found} == {"length"}
-    assert found == generate_batch(model, prompts, GREEDY, use_cache=False)
+    assert found == generate(model, prompts, GREEDY, use_cache=False)
 
 
 def test_texts_end_independently(model):
     model = longer(model, 128)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((4, 30, 11, 7, 19))]
-    free = [generate(model, prompt, COUNT, temperature=0) for prompt in prompts]
+    free = [continued(model, prompt, COUNT, temperature=0) for prompt in prompts]
     # A token that some of the texts have, and some have not.
     ends = {next(token for token in range(50) if 1 < sum(token in text for text in free) < 4)}
     for together in (2, 5):
-        found = generate_batch(model, prompts, GREEDY, end_ids=ends, together=together)
+        found = generate(model, prompts, GREEDY, end_ids=ends, together=together)
         for completion, whole in zip(found, free, strict=True):
             expected = list(itertools.takewhile(lambda token: token not in ends, whole))
             assert completion.tokens == expected
@@ -92,12 +98,11 @@ def test_draws_do_not_depend_on_the_other_prompts(model):
     model = longer(model, 64)
     prompts = [prompt_of(length, length) for length in (6, 3, 20)]
     sampling = Sampling(max_tokens=12, temperature=1.5, top_k=20, top_p=0.9, seed=4)
-    found = generate_batch(model, prompts, sampling)
+    found = generate(model, prompts, sampling)
     for number, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(4 + number)
-        alone = generate(model, prompt, 12, 1.5, 20, generator=generator, top_p=0.9)
+        alone = continued(model, prompt, 12, temperature=1.5, top_k=20, top_p=0.9, seed=4 + number)
         assert found[number].tokens == alone
-    twins = generate_batch(model, [prompts[0], prompts[0]], sampling)
+    twins = generate(model, [prompts[0], prompts[0]], sampling)
     assert twins[0].tokens == found[0].tokens != twins[1].tokens
 
 
@@ -106,9 +111,9 @@ def test_layers_with_a_window(model, window):
     sliding = Decoder(dataclasses.replace(model.shape, context=64, window=window))
     sliding.load_state_dict(longer(model, 64).state_dict())
     prompts = [prompt_of(length, length) for length in (3, 30, 60)]
-    found = generate_batch(sliding, prompts, GREEDY)
-    assert found == generate_batch(sliding, prompts, GREEDY, use_cache=False)
-    assert found != generate_batch(longer(model, 64), prompts, GREEDY)
+    found = generate(sliding, prompts, GREEDY)
+    assert found == generate(sliding, prompts, GREEDY, use_cache=False)
+    assert found != generate(longer(model, 64), prompts, GREEDY)
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
@@ -119,7 +124,7 @@ def test_prompts_are_read_in_packs_and_each_token_costs_one_token(model, monkeyp
     monkeypatch.setattr(
         model, "hidden", lambda batch, cache=None: passes.append(batch.lengths) or whole(batch, cache)
     )
-    generate_batch(model, [prompt_of(n) for n in (50, 50, 1, 200, 5)], Sampling(max_tokens=3, temperature=0))
+    generate(model, [prompt_of(n) for n in (50, 50, 1, 200, 5)], Sampling(max_tokens=3, temperature=0))
     assert [list(filter(None, lengths)) for lengths in passes] == [
         [50, 50],
         [1],
@@ -138,8 +143,8 @@ def test_half_precision_keeps_half_of_the_bytes(model, single, how):
         model = model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         cache = KeyValueCache(model.shape, 1, model.norm.weight)
-        cached = generate(model, prompt_of(9), 12, temperature=0)
-        whole = generate(model, prompt_of(9), 12, temperature=0, use_cache=False)
+        cached = continued(model, prompt_of(9), 12, temperature=0)
+        whole = continued(model, prompt_of(9), 12, temperature=0, use_cache=False)
         logits = model.logits(single([*prompt_of(9), *cached])).float()
     assert {stored.dtype for stored in cache.stored} == {torch.bfloat16}
     # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
@@ -149,11 +154,11 @@ def test_half_precision_keeps_half_of_the_bytes(model, single, how):
 
 
 def test_compiled_blocks_are_not_compiled_for_generation(model):
-    expected = generate(model, prompt_of(5), 8, temperature=0)
+    expected = continued(model, prompt_of(5), 8, temperature=0)
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(backend=_refuse)
-    assert generate(model, prompt_of(5), 8, temperature=0) == expected
+    assert continued(model, prompt_of(5), 8, temperature=0) == expected
 
 
 def _refuse(graph, inputs):
@@ -177,9 +182,9 @@ def test_on_any_device_together_as_alone(model, single, device, count, dtype, to
     model = longer(model, LONG).to(device).eval()
     prompts = [prompt_of(length, length) for length in (5, 31, 1, 100)]
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        found = generate_batch(model, prompts, Sampling(max_tokens=count, temperature=0))
+        found = generate(model, prompts, Sampling(max_tokens=count, temperature=0))
         for prompt, completion in zip(prompts, found, strict=True):
-            alone = generate(model, prompt, count, temperature=0, use_cache=False)
+            alone = continued(model, prompt, count, temperature=0, use_cache=False)
             pairs = zip(completion.tokens, alone, strict=True)
             parting = next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
             if parting is not None:

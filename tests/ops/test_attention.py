@@ -78,7 +78,7 @@ def test_a_soft_cap_of_scores_is_computed_by_the_kernel_that_has_one(pack, docum
     found = attention(*inputs, batch, window=window, cap=0.5)
     expected = numpy_attention(*inputs, batch.lengths, window, 0.5)
     np.testing.assert_allclose(found.detach(), expected, rtol=0, atol=1e-14)
-    assert select("auto", inputs[0], cap=0.5).name == "explicit"
+    assert select("auto", inputs[0], Limits(cap=0.5)).name == "explicit"
 
 
 @pytest.mark.parametrize("backend", [row.name for row in BACKENDS if not row.devices])

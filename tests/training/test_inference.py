@@ -67,10 +67,11 @@ def fails(monkeypatch, capsys, *words):
 
 def test_a_completion_equals_generate_and_has_its_own_generator(model):
     tokenizer, before = byte_tokenizer(), torch.get_rng_state()
-    text = complete_batch(model, tokenizer, ["ab"], Sampling(20, 0.9, 50, seed=3))[0].text
-    generator = torch.Generator().manual_seed(3)
-    ids = generate(model, [97, 98], 20, 0.9, 50, tokenizer.end_id, generator, tokenizer.vocabulary_size)
-    assert text == tokenizer.decode(ids) != ""
+    sampling = Sampling(20, 0.9, 50, seed=3)
+    text = complete_batch(model, tokenizer, ["ab"], sampling)[0].text
+    limits = {"end_ids": [tokenizer.end_id], "vocabulary_size": tokenizer.vocabulary_size}
+    (found,) = generate(model, [[97, 98]], sampling, **limits)
+    assert text == tokenizer.decode(found.tokens) != ""
     assert torch.equal(before, torch.get_rng_state())
     prompts = ["q", "ab"]
     found = complete_batch(model, tokenizer, prompts, Sampling(20, 0.9, 50, seed=2))
@@ -84,7 +85,7 @@ def test_a_conversation_is_encoded_as_its_template_writes_it(model, tokenizer, m
         asked.append((*ids, sampling.seed, set(others["end_ids"])))
         return [Completion([0], "end", "yes")]
 
-    monkeypatch.setattr(inference, "generate_batch", record)
+    monkeypatch.setattr(inference, "generate", record)
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "is <|over|> special?"},

@@ -54,8 +54,8 @@ def config(
     from multipack.run import config_yaml
     from multipack.training.run_config import compose, compose_run
 
-    composed, default = compose_run(words or []), compose([])
-    typer.echo(config_yaml(composed, default if changed else None), nl=False)
+    composed = compose_run(words or [])
+    typer.echo(config_yaml(composed, compose([]) if changed else None), nl=False)
 
 
 def prepare(

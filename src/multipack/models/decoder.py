@@ -125,10 +125,10 @@ class Decoder(nn.Module):
                 " shape.with_vocabulary(size)"
             )
         shape.check_computed()
-        if attention != "auto" and not find_backend(attention).cap and shape.attention_cap:
+        if attention != "auto" and not find_backend(attention).explicit and (field := shape.explicit_scores):
             raise ValueError(
-                f"model.attention={attention} computes no soft cap of scores"
-                f" (model.attention_cap={shape.attention_cap:g}): use model.attention=auto"
+                f"model.attention={attention} does not compute model.{field}={getattr(shape, field)}: use"
+                " model.attention=auto"
             )
         self.shape = shape
         self.loss_function: Callable[..., Tensor] = linear_cross_entropy

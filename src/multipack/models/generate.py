@@ -55,53 +55,8 @@ class Completion:
     text: str = ""
 
 
-def generate(
-    model: Decoder,
-    prompt_ids: list[int],
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    end_id: int | None = None,
-    generator: torch.Generator | None = None,
-    vocabulary_size: int | None = None,
-    top_p: float = 1.0,
-    use_cache: bool = True,
-) -> list[int]:
-    """Continue a prompt.
-
-    Args:
-        model: the decoder; its mode (train or eval) is restored.
-        prompt_ids: at least one token; only the last `model.shape.context` are used.
-        max_tokens: maximum number of new tokens.
-        temperature: logits are divided by it; 0 = the most likely token (greedy).
-        top_k: draw among the k most likely tokens; 0 = all.
-        end_id: stop at this token, which is not returned.
-        generator: CPU generator to draw from; None = a new one with torch's default seed, so that two calls return
-            the same. The global generator is not used.
-        vocabulary_size: draw among the first tokens only, if the tokenizer has fewer than the model; None = all.
-        top_p: draw among the fewest most likely tokens that together have this probability; 1 = all.
-        use_cache: keep keys and values; False = compute the whole text again for each token.
-
-    Returns:
-        The new tokens, without the prompt.
-
-    Raises:
-        ValueError: the prompt is empty, a token is outside the vocabulary, or an option is out of range.
-    """
-    (found,) = generate_batch(
-        model,
-        [prompt_ids],
-        Sampling(max_tokens, temperature, top_k, top_p),
-        end_ids=() if end_id is None else (end_id,),
-        vocabulary_size=vocabulary_size,
-        use_cache=use_cache,
-        generators=[generator or torch.Generator()],
-    )
-    return found.tokens
-
-
 @torch.no_grad()
-def generate_batch(
+def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -112,9 +67,8 @@ def generate_batch(
     listener: Listener | None = None,
     use_cache: bool = True,
     together: int = MAX_TEXTS,
-    generators: Sequence[torch.Generator] | None = None,
 ) -> list[Completion]:
-    """Continue several prompts together, each exactly as alone.
+    """Continue prompts together, each exactly as alone. torch's global random generator is not used.
 
     Args:
         model: the decoder; its mode (train or eval) is restored.
@@ -122,11 +76,10 @@ def generate_batch(
         sampling: how tokens are drawn, and when to stop.
         end_ids: tokens that end a text.
         tokenizer: decodes tokens; required by stop strings and by a listener.
-        vocabulary_size: as in `generate`; None = the tokenizer's, or all without a tokenizer.
+        vocabulary_size: draw among the first tokens only; None = the tokenizer's, or all without a tokenizer.
         listener: called with new text of each prompt.
-        use_cache: as in `generate`.
+        use_cache: keep keys and values; False = compute the whole text again for each token.
         together: maximum number of texts at the same time, which bounds the cache's memory.
-        generators: one for each prompt; None = by the seed of `sampling`.
 
     Returns:
         One completion per prompt, in their order.
@@ -148,8 +101,7 @@ def generate_batch(
         vocabulary_size = tokenizer.vocabulary_size
     texts = []
     for number, prompt in enumerate(prompts):
-        generator = sampling.generator(number) if generators is None else generators[number]
-        text = _Text(_checked(prompt, model), generator)
+        text = _Text(_checked(prompt, model), sampling.generator(number))
         if tokenizer is not None:
             text.stream = TextStream(tokenizer, prompt, sampling.stop)
         if listener is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from torch import Tensor
 from multipack.data.packs.batch import PackedBatch
 from multipack.data.views.documents import IGNORE
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import Scoring, weighted
+from multipack.ops.attention.explicit import weighted
+from multipack.ops.attention.kernel import Limits
 from multipack.ops.autocast import autocast_dtype
 from multipack.shapes import ModelShape
 
@@ -137,19 +139,19 @@ class KeyValueCache:
         batch: PackedBatch,
         backend: str,
         window: int | None,
-        cap: float | None,
+        **scores: Any,
     ) -> Tensor:
         """`attention` from the tokens of the pass to their whole sequences; `backend` computes new sequences."""
         rows, columns = self._slots
         keys, values = self.stored[layer]
         keys[rows, :, columns], values[rows, :, columns] = key, value
         if not self._visible:
-            return attention(query, key, value, batch, backend, window, cap)
+            return attention(query, key, value, batch, backend, window, **scores)
         first, last, mask = self._visible[window or 0]
         # The H / K query heads of a key head become its queries, so keys are not copied.
         queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (x[: len(query), :, first:last] for x in (keys, values))
-        if cap is not None:
-            out = weighted(queries, keys, values, mask, Scoring(queries.shape[-1] ** -0.5, cap))[0]
+        if (limits := Limits(**scores)).explicit:
+            out = weighted(queries, keys, values, mask, limits)[0]
             return out.to(query.dtype).flatten(1, 2)
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)

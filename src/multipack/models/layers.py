@@ -175,7 +175,8 @@ class Attention(nn.Module):
             query = query * factor.to(query.dtype)[:, None, None]
         if rotation is not None:
             query, key = self.rotate(query, key, rotation)
-        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window, self.cap)
+        attend = attend or self.attend
+        values = attend(query, key, value, batch, self.backend, window=self.window, cap=self.cap)
         out: Tensor = self.output(values.flatten(1))
         return out
 

@@ -24,7 +24,6 @@ from multipack.models.probe_batch import (
     PlacedBatch,
     draw_tokens,
     find_vocabulary_size,
-    other_conventions,
     packed_batch,
     place,
     special_tokens,
@@ -33,7 +32,6 @@ from multipack.models.probe_batch import (
 )
 from multipack.models.probe_report import IsolationReport, ProbeFinding
 from multipack.models.probe_trace import Watched, first_module
-from multipack.ops.attention.row_mask import makes_document_masks
 from multipack.planning.lengths import short
 from multipack.shapes import rotation_limit
 
@@ -43,6 +41,29 @@ TOLERANCE = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as none in float32."""
 MOST_BUFFER = 1 << 24
 """Elements of the largest buffer that is saved and restored."""
+_ONE_BY_ONE = "train one document per row"
+_AS_COLLATED = (
+    "pack as PackedDataCollator does: one row, position_ids, use_cache=False, no attention_mask, and"
+    " transformers >= 4.53"
+)
+_WITH_BOUNDS = (
+    "if attention still mixes documents, use attn_implementation='multipack' or 'flash_attention_2', or"
+    " PackedDataCollator(returns='4d_mask', window=windows_of(config))"
+)
+REMEDIES = {
+    "leak": f"{_ONE_BY_ONE}, or let the model read their bounds",
+    "difference": f"{_ONE_BY_ONE}, or let the model count positions and windows inside each",
+    "refused": f"{_ONE_BY_ONE}, or use a model that reads bounds",
+    "not_finite": "check the weights and the dtype",
+    "state": "reset the model's state (a cache, a hidden state) at every call",
+    "future": "use a causal model (is_decoder=True for encoders), or a causal mask",
+}
+"""Cause of a finding about the model → what to do next."""
+TRANSFORMERS_REMEDIES = {
+    "leak": f"{_AS_COLLATED}; {_WITH_BOUNDS}; else {_ONE_BY_ONE}",
+    "difference": f"{_AS_COLLATED}; else {_ONE_BY_ONE}",
+}
+"""The same for models of transformers, where they differ."""
 LABELS = ("labels", "num_items_in_batch", "shift_labels")
 """Fields that are checked, and not given to the model: it returns logits without them."""
 
@@ -232,8 +253,8 @@ class _Probe:
                 raise
             return self._refused(error, findings)
         if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
-            text, remedy = "outputs are not finite", "check the weights and the dtype"
-            return IsolationReport({}, (), (*findings, ProbeFinding("not_finite", text, remedy)), TOLERANCE)
+            findings.append(self._finding("not_finite", "outputs are not finite"))
+            return IsolationReport({}, (), tuple(findings), TOLERANCE)
         self.noise = _difference(alone[0], base[0])
         differences = tuple(_difference(one, two) for one, two in zip(alone, base, strict=True))
         longest = max(map(len, self.documents))
@@ -248,25 +269,25 @@ class _Probe:
             for one, two in zip(base, self.outputs(batch), strict=True)
         ):
             text = "the same batch has other outputs in a second call: the model keeps state between calls"
-            findings.append(
-                ProbeFinding("state", text, "reset the model's state (a cache, a hidden state) at every call")
-            )
+            findings.append(self._finding("state", text))
             return IsolationReport({}, differences, tuple(findings), self.tolerance)
         leaks = self.leaks(batch, base)
-        remedy = self._first_remedy(batch, bool(findings))
         findings += self._future(batch, base)
         if leaks:
-            findings.append(self._leak(batch, leaks, remedy))
+            findings.append(self._leak(batch, leaks))
         elif any(not size <= self.tolerance for size in differences):
-            findings.append(self._mismatch(batch, differences, remedy))
+            findings.append(self._mismatch(batch, differences))
         return IsolationReport(leaks, differences, tuple(findings), self.tolerance, self.limit)
 
     def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         text = f"the model refuses the packed batch: {type(error).__name__}: {reason}"
-        remedy = "pad one document per row, or use a model that reads bounds"
-        refused = ProbeFinding("refused", text, _or_newer(remedy) if self.config else remedy)
-        return IsolationReport({}, (), (refused, *findings), TOLERANCE)
+        return IsolationReport({}, (), (self._finding("refused", text), *findings), TOLERANCE)
+
+    def _finding(self, cause: str, text: str) -> ProbeFinding:
+        """A finding about the model."""
+        remedies = REMEDIES | (TRANSFORMERS_REMEDIES if self.config is not None else {})
+        return ProbeFinding(cause, text, remedies[cause])
 
     def _future(self, batch: PlacedBatch, base: list[Tensor]) -> list[ProbeFinding]:
         """The finding that outputs depend on later tokens of the same document; empty if they do not."""
@@ -274,44 +295,23 @@ class _Probe:
             after = self.outputs(batch.with_tokens(number, tokens[-1:]))
             if not _difference(base[number][:-1], after[number][:-1]) <= self.leak_tolerance:
                 text = f"outputs of document {number + 1} change with its last token: attention is not causal"
-                remedy = "use a causal model (is_decoder=True for encoders), or a causal mask"
-                return [ProbeFinding("future", text, remedy)]
+                return [self._finding("future", text)]
         return []
 
-    def _leak(self, batch: PlacedBatch, leaks: dict[tuple[int, int], float], remedy: str) -> ProbeFinding:
+    def _leak(self, batch: PlacedBatch, leaks: dict[tuple[int, int], float]) -> ProbeFinding:
         """The first module that the largest leak goes through."""
         source, target = max(leaks, key=lambda pair: leaks[pair])
         changed = batch.with_tokens(source, self.others[source])
         watched = Watched(batch, target), Watched(changed, target)
         where = first_module(self.model, self.run, *watched, self.leak_tolerance)
-        otherwise = "train one document per row, or let the model read their bounds"
-        if self.config is not None:
-            otherwise = _or_newer(
-                "train one document per row; if it is attention, use attn_implementation='multipack' or"
-                " 'flash_attention_2', or PackedDataCollator(returns='4d_mask', window=windows_of(config))"
-            )
-        return ProbeFinding("leak", f"documents of a row are mixed{where}", remedy or otherwise)
+        return self._finding("leak", f"documents of a row are mixed{where}")
 
-    def _mismatch(self, batch: PlacedBatch, differences: tuple[float, ...], remedy: str) -> ProbeFinding:
+    def _mismatch(self, batch: PlacedBatch, differences: tuple[float, ...]) -> ProbeFinding:
         """The first module of the document that differs most from itself alone."""
         number = differences.index(max(differences))
         watched = Watched(self.alone(number), 0), Watched(batch, number)
         where = first_module(self.model, self.run, *watched, self.tolerance)
-        otherwise = "train one document per row, or let the model count positions and windows inside each"
-        return ProbeFinding("difference", f"packed and alone differ{where}", remedy or otherwise)
-
-    def _first_remedy(self, batch: PlacedBatch, is_wrong: bool) -> str:
-        """What to change in the batch before the model can be judged; empty if nothing."""
-        if is_wrong:
-            return "correct the batch first, and probe again"
-        if self.config is None or not (lacking := other_conventions(batch, self.config)):
-            return ""
-        return f"give the model {' and '.join(lacking)}, as PackedDataCollator does, and probe again"
-
-
-def _or_newer(remedy: str) -> str:
-    """A remedy and, where transformers makes no masks of documents, the version that does."""
-    return remedy if makes_document_masks() else f"{remedy}, or use transformers >= 4.53"
+        return self._finding("difference", f"packed and alone differ{where}")
 
 
 def _difference(one: Tensor, two: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Batches of the isolation probe: its documents, how they are packed, where they are, and fields that are wrong.
 
-Fields are read by their names in transformers (`position_ids`, `cu_seq_lens_q`, `max_length_q`, `seq_idx`, `labels`,
-`attention_mask`, `use_cache`) or in `PackedBatch` (`cu_seqlens`, `max_seqlen`, `targets`).
+Fields are read by their names in transformers (`position_ids`, `cu_seq_lens_q`, `max_length_q`, `seq_idx`, `labels`)
+or in `PackedBatch` (`cu_seqlens`, `max_seqlen`, `targets`).
 """
 
 from __future__ import annotations
@@ -279,15 +279,3 @@ def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
                 f"set the {field} of every document to {IGNORE}",
             )
             return
-
-
-def other_conventions(batch: PlacedBatch, config: Any) -> list[str]:
-    """Conventions by which models of transformers keep documents apart in attention, where the batch breaks them."""
-    values = batch.values
-    kept = {
-        "use_cache=False": values.get("use_cache", getattr(config, "use_cache", False)) is False,
-        "no attention_mask": values.get("attention_mask") is None,
-        "position_ids": values.get("position_ids") is not None,
-        "one row": batch.ids.numel() == batch.width,
-    }
-    return [convention for convention, holds in kept.items() if not holds]

@@ -165,7 +165,7 @@ def _attend(
     v: Tensor,
     batch: PackedBatch,
     backend: str,
-    *limits: Any,
+    **limits: Any,
 ) -> Tensor:
     """Attend to the tokens of all ranks; arguments after the group as in `Attend`."""
     if not isinstance(batch, ContextBatch):
@@ -176,7 +176,7 @@ def _attend(
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))  # before it is sent: half of the bytes
     if batch.schedule is not None:
         return planned_attention(q, k, v, batch.schedule, group, backend)
-    return _ulysses(attend, group, q, k, v, batch.whole, backend, *limits)
+    return _ulysses(attend, group, q, k, v, batch.whole, backend, **limits)
 
 
 def _ulysses(
@@ -186,7 +186,8 @@ def _ulysses(
     k: Tensor,
     v: Tensor,
     whole: PackedBatch,
-    *options: Any,
+    backend: str,
+    **limits: Any,
 ) -> Tensor:
     """Exchange some tokens of all heads for all tokens of some heads, attend, and exchange back."""
     ranks = torch.distributed.get_world_size(group)
@@ -197,5 +198,5 @@ def _ulysses(
     shares = [x.reshape(len(x), ranks, -1, x.shape[2]) for x in (q, k, v)]
     sizes = [share.shape[2] for share in shares]
     mixed = all_to_all(torch.cat(shares, dim=2).flatten(1, 2), split_dim=1, join_dim=0, group=group)
-    out = attend(*torch.split(mixed, sizes, dim=1), whole, *options)
+    out = attend(*torch.split(mixed, sizes, dim=1), whole, backend, **limits)
     return all_to_all(out, split_dim=0, join_dim=1, group=group)

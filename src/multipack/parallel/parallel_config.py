@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
+from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.ranges import Amount, Count, Positive, Range, check_ranges
 from multipack.shapes import ModelShape
 
 if TYPE_CHECKING:
+    from multipack.planning.cost import CostModel
     from multipack.planning.placement import Placing
 
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -169,7 +170,7 @@ class ParallelConfig:
             shape: shape of the decoder.
             limited: whether the settings choose a backend, which only ulysses calls, or documents share tokens.
         """
-        limited = bool(limited or shape.window or shape.attention_cap or shape.architecture)
+        limited = bool(limited or shape.window or shape.explicit_scores or shape.architecture)
         return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:
@@ -304,8 +305,8 @@ class ParallelConfig:
                 )
         near = self._nearest_ranks("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
         fewer = f" parallel.context={near}" if near != context else ""
-        if context > 1 and method == "planned" and (shape.window or shape.attention_cap):
-            name = "window" if shape.window else "attention_cap"
+        if context > 1 and method == "planned" and (shape.window or shape.explicit_scores):
+            name = "window" if shape.window else shape.explicit_scores
             yield (
                 "parallel.context_method=planned has its own attention kernels, without windows and soft caps, and"
                 f" this model has model.{name}={getattr(shape, name):g}: use parallel.context_method=ulysses{fewer}"
@@ -317,7 +318,7 @@ class ParallelConfig:
             )
         if context > 1 and method == "ulysses" and near != context:
             beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
-            limited = shape.window or shape.attention_cap or shape.architecture
+            limited = shape.window or shape.explicit_scores or shape.architecture
             other = "" if limited else ", or parallel.context_method=planned"
             yield (
                 f"parallel.context={context} (ulysses){beside} divides heads among {tensor * context} ranks, and"

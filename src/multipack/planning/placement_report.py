@@ -71,7 +71,7 @@ def measure_context(
         placements: dict[str, Placement | None] = {}
         if placing.prices.token is not None:
             placements["ulysses"] = None
-        if not placing.cost.sliding and not shape.attention_cap:
+        if not placing.cost.sliding and not shape.explicit_scores:
             planned = placing.planned(lengths, slots)
             placements["ring"] = head_tail(lengths, placing.ranks, each)
             placements |= {"planned": planned, "auto": placing.cheaper(planned, slots)}

@@ -15,8 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from multipack.ranges import Amount, Range, Share, check_ranges
 from multipack.shapes.config_json import MOST_LAYERS, MOST_WIDTH, fields_of
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.presets import PRESETS, Presets
@@ -28,25 +29,29 @@ Norms = Literal["before", "after", "around"]
 HeadNorm = Literal["none", "head", "all"]
 Positions = Literal["learned", "rope"]
 RopeType = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+Modules = Annotated[int, Range(1, most=MOST_LAYERS)]
+Width = Annotated[int, Range(1, most=MOST_WIDTH)]
+Option = Annotated[int, Range(0, most=MOST_WIDTH)]
+Factor = Annotated[float, Range(1e-6)]
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Layers, widths, and the options in which GPT-2 and Llama differ."""
 
-    layers: int = 6
+    layers: Modules = 6
     """Transformer blocks."""
-    heads: int = 4
+    heads: Modules = 4
     """Query heads."""
-    kv_heads: int = 0
+    kv_heads: Annotated[int, Range(0, most=MOST_LAYERS)] = 0
     """Key and value heads; fewer than `heads` is grouped-query attention; 0 = `heads`."""
-    d_model: int = 192
+    d_model: Width = 192
     """Width of the residual stream."""
-    d_ff: int = 512
+    d_ff: Width = 512
     """Width of the feed-forward layer."""
-    vocabulary_size: int = 0
+    vocabulary_size: Option = 0
     """Tokens in the vocabulary; 0 = the tokenizer's own size."""
-    context: int = 8192
+    context: Width = 8192
     """Maximum positions of a document: rows of the table of learned positions, a limit for generation."""
     positions: Positions = "rope"
     """Position encoding: `learned` (GPT-2) or `rope` (Llama)."""
@@ -60,76 +65,76 @@ class ModelShape:
     """Whether the projections of query, key and value have biases, even if `bias` is false (Qwen2)."""
     tied: bool = True
     """Whether input and output embedding share their weights."""
-    scores: int = 0
+    scores: Option = 0
     """Values computed from a document's last token, in place of logits: 1 in a reward model; 0 = logits."""
-    head_dim: int = 0
+    head_dim: Option = 0
     """Width of one head; 0 = d_model / heads."""
-    rope_theta: float = 10_000.0
+    rope_theta: Annotated[float, Range(1)] = 10_000.0
     """Base of the rotary frequencies."""
     rope_type: RopeType = "llama3"
     """Scaling of rotary frequencies, if `rope_factor` is not 1: `llama3`, `linear`, `dynamic`, `yarn` or `longrope`."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1)] = 1.0
     """Divisor of the rotary frequencies: of low ones with llama3 (8 in Llama 3.1) and yarn; 1 = no scaling."""
-    rope_context: int = 8192
+    rope_context: Annotated[int, Range(2)] = 8192
     """Positions that the model was trained with before its frequencies were scaled."""
-    rope_attention: float = 0.0
+    rope_attention: Amount = 0.0
     """Factor of cosines and sines; 0 = 0.1 · ln(rope_factor) + 1 (yarn), √(1 + ln(rope_factor) / ln(rope_context))
     (longrope)."""
     rope_factors: tuple[float, ...] = ()
     """Divisors of longrope's frequencies: for documents of up to `rope_context` tokens, then for longer ones."""
-    unrotated_every: int = 0
+    unrotated_every: Option = 0
     """Every n-th layer has no rotary positions (4 in SmolLM3); 0 = all have."""
-    embedding_scale: float = 1.0
+    embedding_scale: Factor = 1.0
     """Factor of the embeddings (√d_model in Gemma)."""
-    residual_scale: float = 1.0
+    residual_scale: Amount = 1.0
     """Factor of what attention and feed-forward add to the residual stream (Granite)."""
-    attention_scale: float = 0.0
+    attention_scale: Amount = 0.0
     """Factor of the products of queries and keys; 0 = 1 / √(width of a head)."""
-    attention_growth: float = 0.0
+    attention_growth: Amount = 0.0
     """Growth β of the query at position p, whose factor is 1 + β · ln(1 + ⌊p / rope_context⌋) (0.1 in Ministral 3)."""
-    attention_cap: float = 0.0
+    attention_cap: Amount = 0.0
     """Bound c of attention's scores s, which become c · tanh(s / c) (50 in Gemma 2); 0 = no bound."""
-    logit_cap: float = 0.0
+    logit_cap: Amount = 0.0
     """Bound of the logits, in the same way (30 in Gemma 2); 0 = no bound."""
-    logit_divisor: float = 1.0
+    logit_divisor: Factor = 1.0
     """Divisor of the logits (Granite)."""
-    norm_eps: float = 1e-5
+    norm_eps: Amount = 1e-5
     """Added to the variance before its square root."""
     norms: Norms = "before"
     """Norms of a block: `before` attention and feed-forward (Llama), `after` (OLMo 2), or `around` them (Gemma 3)."""
     head_norm: HeadNorm = "none"
     """RMSNorm of queries and keys: over each `head` (Qwen3), over `all` heads together (OLMo 2), or `none`."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Probability of dropping an embedding or a residual branch's element."""
-    experts: int = 0
+    experts: Option = 0
     """Routed experts of a layer; 0 = no mixture of experts. For planning only."""
-    experts_per_token: int = 0
+    experts_per_token: Option = 0
     """Routed experts of each token. For planning only."""
-    expert_width: int = 0
+    expert_width: Option = 0
     """Width of a routed expert's feed-forward layer; 0 = d_ff. For planning only."""
-    shared_experts: int = 0
+    shared_experts: Option = 0
     """Experts of every token, in addition to the routed ones. For planning only."""
-    shared_width: int = 0
+    shared_width: Option = 0
     """Width of a shared expert's feed-forward layer; 0 = the width of a routed expert. For planning only."""
-    dense_layers: int = 0
+    dense_layers: Option = 0
     """Layers of a mixture (usually the first) with a dense feed-forward layer of width d_ff. For planning only."""
-    window: int = 0
+    window: Option = 0
     """Tokens that a layer with a window sees, including the query itself; 0 = no windows."""
-    window_layers: int = 0
+    window_layers: Option = 0
     """Layers with a window, if `window` is set; 0 = all, or all but every `full_every`-th. Otherwise planning only."""
-    full_every: int = 0
+    full_every: Option = 0
     """Every n-th layer has no window (6 in Gemma 3); 0 = all layers are equal. Needs `window`."""
-    window_theta: float = 0.0
+    window_theta: Amount = 0.0
     """Base of the rotary frequencies, without scaling, in layers with a window; 0 = as in the other layers."""
-    kv_rank: int = 0
+    kv_rank: Option = 0
     """Rank of the common latent of keys and values (multi-head latent attention); 0 = none. For planning only."""
-    query_rank: int = 0
+    query_rank: Option = 0
     """Rank of the queries' latent in latent attention; 0 = full queries. For planning only."""
-    nope_width: int = 0
+    nope_width: Option = 0
     """Width of a latent head's query and key without positions. For planning only."""
-    rope_width: int = 0
+    rope_width: Option = 0
     """Leading elements of a head that rotate; 0 = all. In a latent head they are added, and the key's are shared."""
-    value_width: int = 0
+    value_width: Option = 0
     """Width of a latent head's value. For planning only."""
 
     family: str = field(default="", compare=False)
@@ -144,11 +149,7 @@ class ModelShape:
         object.__setattr__(self, "rope_factors", tuple(self.rope_factors))
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
-        sizes = ("layers", "heads", "kv_heads", "d_model", "d_ff", "context")
-        for name in (*sizes, "vocabulary_size", "head_dim", *OPTIONAL):
-            most = MOST_LAYERS if name in ("layers", "heads", "kv_heads") else MOST_WIDTH
-            if not (least := int(name in sizes)) <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"model.{name} must be between {least} and {most:,}, got {value}")
+        check_ranges(self, "model.")
         if self.heads % self.kv_heads:
             legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             near = min(legal, key=lambda k: abs(k - self.kv_heads))
@@ -180,13 +181,6 @@ class ModelShape:
             raise ValueError(
                 f"model.head_norm={self.head_norm} needs model.norm={' or '.join(map(str, fitting))}, got {self.norm}"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
-        for name, lowest in _LOWEST.items():
-            if not lowest <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"model.{name} must be a finite number of at least {lowest:g}, got {getattr(self, name)}"
-                )
         if self.family not in ("", *BY_TYPE):
             nearest = difflib.get_close_matches(self.family, BY_TYPE, 1, 0.0)[0]
             raise ValueError(f"model.family={self.family!r:.40} is no known family; the nearest is {nearest}")
@@ -318,6 +312,11 @@ class ModelShape:
             return self.layers - self.layers // self.full_every
         return (self.window_layers or self.layers) if self.window else 0
 
+    @property
+    def explicit_scores(self) -> str:
+        """The field for which attention writes out its scores, as few kernels do; empty = there is none."""
+        return "attention_cap" if self.attention_cap else ""
+
     def window_of(self, layer: int) -> int:
         """Tokens that a layer sees, including the query itself; 0 = no window."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
@@ -374,23 +373,6 @@ class ModelShape:
         return {**asdict(self), "rope_factors": list(self.rope_factors)}
 
 
-_LOWEST = {
-    "rope_theta": 1.0,
-    "rope_factor": 1.0,
-    "rope_context": 2.0,
-    "rope_attention": 0.0,
-    "window_theta": 0.0,
-    "norm_eps": 0.0,
-    "embedding_scale": 1e-6,
-    "residual_scale": 0.0,
-    "attention_scale": 0.0,
-    "attention_growth": 0.0,
-    "attention_cap": 0.0,
-    "logit_cap": 0.0,
-    "logit_divisor": 1e-6,
-}
-"""Field that is a number → its lowest value."""
-
 _DEPENDENT: dict[str, tuple[str, ...]] = {
     "experts": ("experts_per_token", "expert_width", "shared_experts", "dense_layers"),
     "shared_experts": ("shared_width",),
@@ -399,15 +381,5 @@ _DEPENDENT: dict[str, tuple[str, ...]] = {
 }
 """Field → fields that have an effect only if it is not 0."""
 
-OPTIONAL: tuple[str, ...] = (
-    "experts",
-    "window",
-    "kv_rank",
-    "rope_width",
-    "unrotated_every",
-    "scores",
-    *(name for names in _DEPENDENT.values() for name in names if name not in _LOWEST),
-)
-"""Counts that are 0 in a language model with equal dense layers and full rotation."""
 SHAPES: dict[str, ModelShape] = Presets({name: ModelShape(**fields) for name, fields in PRESETS.items()})
 """Presets. Presets with experts are for planning only."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from multipack.data.stores.shards import ItemKind
+from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
 from multipack.parallel.parallel_config import ParallelConfig

@@ -16,7 +16,7 @@ from multipack.data.text.texts import CHAT_TEMPLATE, Message, TextPart
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
-from multipack.models.generate import Completion, Listener, generate_batch
+from multipack.models.generate import Completion, Listener, generate
 from multipack.models.huggingface import build_decoder
 from multipack.models.sampling import Sampling
 from multipack.training.source_files import find_template
@@ -38,7 +38,7 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
         ValueError: the family or a setting is not supported, the files are damaged or do not match each other, or the
             device is not available.
     """
-    return _load(path, device)[0]
+    return _load(path, device, "load_model")[0]
 
 
 def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
@@ -48,15 +48,15 @@ def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         FileNotFoundError: there is no model, run or complete checkpoint at `path`.
         ValueError: see `load_model`; or there is no tokenizer.
     """
-    model, tokenizer = _load(path, device)
+    model, tokenizer = _load(path, device, "RUN")
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
     return model, tokenizer
 
 
-def _load(path: Path | str, device: str) -> tuple[Decoder, Tokenizer | None]:
+def _load(path: Path | str, device: str, setting: str) -> tuple[Decoder, Tokenizer | None]:
     where = _device(device)  # checked before anything is read
-    trained = find_weights(model_folder(str(path), "RUN"))
+    trained = find_weights(model_folder(str(path), setting))
     return build_decoder(trained.shape, trained.state()).to(where), trained.tokenizer
 
 
@@ -81,7 +81,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Continue prompts in one batch; see `generate_batch`. torch's global random generator is not used.
+    """Continue prompts in one batch; see `generate`.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know; with several prompts the
@@ -96,7 +96,7 @@ def complete_batch(
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
     ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
-    return generate_batch(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
+    return generate(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
 
 
 def answer(
@@ -134,7 +134,7 @@ def answer(
     if template.end_of_turn:
         ends += encode((TextPart(template.end_of_turn, False, is_special=True),))
     answers = sum(message["role"] == "assistant" for message in messages)
-    (completion,) = generate_batch(
+    (completion,) = generate(
         model,
         [ids],
         replace(sampling, seed=sampling.seed + answers),

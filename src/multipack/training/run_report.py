@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import multipack
-from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted
 from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.ops.attention.table import BACKENDS, backend_index
@@ -298,20 +298,28 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
     """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
-    found, share = measured or (None, None)
+    _, share = measured or (None, None)
     return {
         "step": run.step,
         "steps": run.steps,
         "world_size": run.world.size,
         "parallel": run.config.parallel.text(run.world.size),
         "run": rows,
-        "plan": found.to_dict() if found else None,
+        "plan": _report_rows(run, measured, ()) if measured else [],
         "padded_share": share,
         "padded_batch_size": run.config.train.padded_batch_size,
         "notes": [note for note in run.notes if not isinstance(note, Detail)],
         "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
     }
+
+
+def _report_rows(run: Trainer, measured: tuple[PlanReport, float], advice: Sequence[str]) -> Rows:
+    from multipack.reports.summary import report_rows
+
+    found, share = measured
+    config, ranks = run.config, run.mesh.data_size
+    return report_rows(found, share, config.train.padded_batch_size, ranks, config.plan, advice)
 
 
 def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
@@ -323,10 +331,8 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         rows = [("documents", ends), ("planned ahead", ahead)]
     else:
         from multipack.planning.advice import advise
-        from multipack.reports.summary import report_rows
 
-        (found, share), batch_size = measured, config.train.padded_batch_size
-        rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
+        rows = _report_rows(run, measured, advise(feed.plan, measured[0]))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
         f"{counted(config.plan.packs_per_step, 'packs')} of at most {config.plan.capacity:,} tokens,"
@@ -345,7 +351,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*skipped_lines(arriving.skipped, arriving.places), *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
@@ -372,8 +378,6 @@ def _attention_backend(run: Trainer) -> str:
         return "multipack in transformers"
     if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
         return "planned"
-    dtype, limits = DTYPES[config.train.dtype], (shape.attention_cap or None, True, False)
+    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
     compiled = config.train.compile == "true"
-    return BACKENDS[
-        backend_index(config.model.attention, run.world.device, dtype, shape.head_width, *limits, compiled)
-    ].name
+    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name

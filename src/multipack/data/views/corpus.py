@@ -18,10 +18,9 @@ import numpy as np
 
 from multipack.atomic import cache_folder
 from multipack.data.stores.prepare import prepare
-from multipack.data.stores.shards import HEADER, ITEM_NAMES
+from multipack.data.stores.shards import HEADER
 from multipack.data.stores.store import TokenStore
-from multipack.data.text.data_config import RECORDS, DataConfig
-from multipack.data.text.skipped import skipped_lines
+from multipack.data.text.data_config import ITEM_NAMES, RECORDS, DataConfig
 from multipack.data.text.sources import open_dataset
 from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, silent
 from multipack.data.views.documents import Documents
@@ -167,7 +166,7 @@ def load_sets(
         description="; ".join(store.description for store in stores),
         train_fit=FitReport(limit, "error"),
         validation_fit=reduce(add, (part.train_fit for part in parts)),
-        skipped=skipped_lines(documents.store.skipped, documents.store.places),
+        skipped=documents.store.noted.lines(),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
         staged=staged,
@@ -258,7 +257,7 @@ def _load_stored(
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, (part.validation_fit for part in parts)),
-        skipped=skipped_lines(store.skipped, store.places),
+        skipped=store.noted.lines(),
         store_path=stores[0].path,
         mixture=shares,
         sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),

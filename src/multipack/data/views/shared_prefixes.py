@@ -33,14 +33,17 @@ from multipack.data.views.common_prefix import (
 from multipack.data.views.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.items import ItemSource, SharedItems
-from multipack.planning.lengths import Integers, Packs, check_integers, check_lengths, offsets_of
-from multipack.planning.options import (
-    PlanOptions,
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
     check_carried,
-    check_item_options,
+    check_integers,
+    check_lengths,
     check_targets,
     check_weights,
+    offsets_of,
 )
+from multipack.planning.options import PlanOptions, check_item_options
 from multipack.planning.steps import permutation
 
 TREES_PER_PACK = 4

@@ -7,8 +7,9 @@
                                           4  · · ·  ■ ■      tests.
 
 To add a kernel, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its functions; kernel.py has
-their arguments. The row says what they support: packs whose documents share tokens and windows always, soft caps,
-attention that is not causal, and results that merge (for context ranks) if it says so.
+their arguments. The row says what they support: packs whose documents share tokens and windows always; explicit
+scores (soft caps, sinks, dropout), attention that is not causal, and results that merge (for context ranks) if it says
+so.
 
 - q, k and v have one of the dtypes in the row. They may be strided views with a contiguous last dimension, and so may
   the result.
@@ -57,6 +58,8 @@ def attention(
     window: int | None = None,
     cap: float | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention inside each document, with scores scaled by 1/√D.
 
@@ -70,6 +73,8 @@ def attention(
         window: tokens that each position sees, itself included; None = its whole document up to itself.
         cap: c of scores s, which become c · tanh(s / c); None = no bound.
         causal: whether no position sees a later one.
+        sinks: (H,) scores without a value that take part in the softmax of every query; None = none.
+        dropout: probability of dropping a weight of a key.
 
     Returns:
         (T, H, D), in the dtype of the inputs (in autocast's where it is on).
@@ -87,13 +92,11 @@ def attention(
     check_window(window)
     if not causal and (window is not None or batch.tree is not None):
         raise ValueError("attention that is not causal has no window, and no documents that share tokens")
-    row = select(backend, q, cap, causal)
-    return row.forward(q, k, v, batch, Limits(window, cap, causal))[0].to(q.dtype)
+    limits = Limits(window, cap, causal, sinks, dropout)
+    return select(backend, q, limits).forward(q, k, v, batch, limits)[0].to(q.dtype)
 
 
-def select(
-    backend: str, q: Tensor, cap: float | None = None, causal: bool = True, merges: bool = False
-) -> Backend:
+def select(backend: str, q: Tensor, limits: Limits = Limits(), merges: bool = False) -> Backend:  # noqa: B008
     """The kernel that `attention` uses for these queries, with the same arguments.
 
     With `merges`, only kernels count whose results over parts of the keys merge.
@@ -101,7 +104,7 @@ def select(
     Raises:
         ValueError: an unknown backend, or one that does not support these arguments.
     """
-    properties = q.device, q.dtype, q.shape[2], cap, causal, merges
+    properties = q.device, q.dtype, q.shape[2], limits.explicit, limits.causal, merges
     if torch.compiler.is_compiling():
         from multipack.ops.attention import compiling
 

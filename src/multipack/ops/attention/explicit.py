@@ -1,6 +1,6 @@
 """Attention with explicit scores: soft caps, sinks and dropout, which no other kernel computes, on any device.
 
-    scores   s = c · tanh(q·k · scale / c)           c: soft cap of the scores (Gemma 2)
+    scores   s = c · tanh(q·k / √D / c)              c: soft cap of the scores (Gemma 2)
     weights  exp(s) / (Σ exp(s) + exp(sink))         sink: a learned score per head without a value (gpt-oss)
 
 A document is divided into tiles of queries, whose scores are computed again in the backward pass: memory grows with
@@ -8,8 +8,6 @@ tile · length, not with length². Scores are computed in float32 (float64 for f
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,35 +24,11 @@ TILE_TOKENS = 128
 """Queries per tile."""
 
 
-class Scoring(NamedTuple):
-    """How scores become weights.
-
-    Attributes:
-        scale: factor of q·k.
-        cap: bound of the scores' absolute values; None = no bound.
-        sinks: (H,) scores that take part in the softmax of every query; None = none.
-        dropout: probability of dropping a weight.
-        merges: whether log-sum-exps of the scores are computed too, a fifth of the time.
-    """
-
-    scale: float
-    cap: float | None = None
-    sinks: Tensor | None = None
-    dropout: float = 0.0
-    merges: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether weights are the softmax of scaled products."""
-        return self.cap is None and self.sinks is None and not self.dropout
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits) -> tuple[Tensor, Tensor | None]:
-    """The kernel `explicit`; see `Backend`."""
+    """The kernel `explicit`; see `Backend`. Results are float32 or wider; log-sum-exps are without sinks."""
     # torch.compile cannot trace code that reads lengths on the host.
-    compute = torch.compiler.disable(explicit)  # type: ignore[no-untyped-call]
-    scoring = Scoring(q.shape[-1] ** -0.5, limits.cap, merges=not isinstance(bounds, PackedBatch))
-    out, lse = compute(q, k, v, bounds, limits, scoring)
+    compute = torch.compiler.disable(_over_runs)  # type: ignore[no-untyped-call]
+    out, lse = compute(q, k, v, bounds, limits)
     return out, lse
 
 
@@ -71,36 +45,26 @@ def backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> 
     return dq, dk, dv
 
 
-def explicit(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits, scoring: Scoring
+def _over_runs(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention inside each document, on any device.
-
-    Args:
-        q: (T, H, D) queries.
-        k: (S, K, D) keys.
-        v: (S, K, V) values; V may differ from D.
-        bounds: documents; None = every query belongs to every key.
-        limits: window, and whether causal.
-        scoring: how scores become weights.
-
-    Returns:
-        (T, H, V), and (T, H) log-sum-exps without sinks or None, in float32 or float64.
-    """
+    merges = not isinstance(bounds, PackedBatch)  # log-sum-exps take a fifth of the time
 
     def attend(query: Tensor, key: Tensor, value: Tensor, before: int) -> tuple[Tensor, ...]:
         parts, key, value = [], repeat_heads(key, query), repeat_heads(value, query)
         for rows, columns in tiles(query, key, before, limits.window, TILE_TOKENS):
             seen = tile_mask(rows, columns, before, limits.window, query.device) if limits.causal else None
             tile = query[:, :, rows], key[:, :, columns], value[:, :, columns]
-            parts.append(checkpoint(weighted, *tile, seen, scoring, use_reentrant=False))
+            parts.append(checkpoint(weighted, *tile, seen, limits, merges, use_reentrant=False))
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
     out, *lse = by_runs(attend, q, k, v, bounds, limits.causal)
     return out, lse[0] if lse else None
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring) -> tuple[Tensor, ...]:
+def weighted(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, limits: Limits, merges: bool = False
+) -> tuple[Tensor, ...]:
     """Values weighted by the softmax of all scores.
 
     Args:
@@ -109,24 +73,25 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: S
         v: (N, H, S, V).
         visible: bool or additive, broadcast to (N, H, L, S); None = every query sees every key. A query that sees no
             key has finite weights, as in transformers' eager attention.
-        scoring: how scores become weights.
+        limits: how scores become weights; `visible` stands for its window.
+        merges: whether log-sum-exps are computed too.
 
     Returns:
-        (N, H, L, V) and, if wanted, (N, H, L) log-sum-exps of the scores, in float32 or float64.
+        (N, H, L, V) and, if it merges, (N, H, L) log-sum-exps of the scores, in float32 or float64.
     """
-    wide, (scale, cap, sinks, dropout, merges) = at_least_float32(q.dtype), scoring
+    wide, cap = at_least_float32(q.dtype), limits.cap
     with torch.autocast(q.device.type, enabled=False):
-        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         if visible is not None and visible.dtype == torch.bool:
             scores = scores.masked_fill(~visible, torch.finfo(wide).min)
         elif visible is not None:
             scores = scores + visible
-        if sinks is None:
+        if limits.sinks is None:
             weights = scores.softmax(-1)
         else:
-            column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+            column = limits.sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
             weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-        out = F.dropout(weights, dropout) @ v.to(wide)
+        out = F.dropout(weights, limits.dropout) @ v.to(wide)
         return (out, scores.logsumexp(-1)) if merges else (out,)

@@ -30,11 +30,10 @@ from torch.torch_version import TorchVersion
 from multipack.data.packs.batch import PackedBatch, PackedTree, rounded, without_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
-from multipack.ops.attention.explicit import Scoring, explicit, weighted
+from multipack.ops.attention.explicit import weighted
 from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.masks import once_a_tensor
 from multipack.ops.attention.row_mask import NAME, RowMask, make_mask, refuse
-from multipack.ops.autocast import in_autocast_dtype
 from multipack.planning.lengths import short
 
 OLDEST = "5.2"
@@ -105,7 +104,7 @@ def attend(
         ValueError: an argument that cannot be computed exactly.
     """
     _check_arguments(others)
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, dropout)
+    limits = Limits(cap=softcap, sinks=s_aux, dropout=dropout)
     rows = attention_mask if isinstance(attention_mask, RowMask) else None
     dense = attention_mask if rows is None else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -122,7 +121,7 @@ def attend(
         if others.get("position_bias") is not None:
             refuse("position_bias with documents", "use attn_implementation=eager or sdpa")
         window = _window(rows, sliding_window, batch.longest)
-        return _packed(query, key, value, batch, window, scoring), None
+        return _packed(_scaled(query, scaling), key, value, batch, limits._replace(window=window)), None
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -133,7 +132,13 @@ def attend(
         return found
     if others.get("position_bias") is not None:
         refuse("position_bias with softcap or s_aux", "use attn_implementation=eager")
-    return _dense(query, key, value, dense, causal, scoring), None
+    return _dense(_scaled(query, scaling), key, value, dense, causal, limits), None
+
+
+def _scaled(query: Tensor, scaling: float | None) -> Tensor:
+    """Queries whose products with keys, times 1 / √D, have another scale; kernels multiply by 1 / √D."""
+    factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
+    return query if math.isclose(factor, 1.0, rel_tol=1e-9) else query * factor
 
 
 def _check_arguments(others: dict[str, Any]) -> None:
@@ -305,34 +310,27 @@ def _window(mask: RowMask | None, given: int | None, longest: int) -> int | None
     return window
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, window: int | None, scoring: Scoring
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, limits: Limits) -> Tensor:
     """Attention inside documents: (B, T, H, V)."""
     rows, slots = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     width = max(q.shape[-1], v.shape[-1])
-    if not scoring.is_plain:
-        q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-        out = explicit(q, k, v, batch, Limits(window), scoring)[0].to(q.dtype)
-    else:
-        factor = scoring.scale * math.sqrt(width)
-        if not math.isclose(factor, 1.0, rel_tol=1e-9):
-            q = q * factor
-        # Zeros change no score, and the values' are cut off again. F.pad copies without padding, too.
-        q, k, padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        out = attention(q, k, padded, batch, window=window)
-        out = out if v.shape[-1] == width else out[..., : v.shape[-1]]
+    if q.shape[-1] < width:
+        q = q * math.sqrt(width / q.shape[-1])
+    # Zeros change no score, and the values' are cut off again. F.pad copies without padding, too.
+    q, k, padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out = attention(q, k, padded, batch, **limits._asdict())
+    out = out if v.shape[-1] == width else out[..., : v.shape[-1]]
     return torch.unflatten(out, 0, (rows, slots))
 
 
 def _dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, limits: Limits
 ) -> Tensor:
     """Attention with all scores, for padding and caches with soft caps or sinks: (B, Q, H, V)."""
     queries, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     if mask is None and causal and queries > 1:  # like sdpa: the first query sees the first key
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    out = weighted(query, key, value, mask, scoring)[0].to(query.dtype)
+    out = weighted(query, key, value, mask, limits)[0].to(query.dtype)
     return out.transpose(1, 2).contiguous()

@@ -31,17 +31,30 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Limits(NamedTuple):
-    """Limits of the keys that a query sees, and of its scores.
+    """The keys that a query sees, and how its scores become weights.
 
     Attributes:
         window: tokens that each position sees, itself included; None = its whole document.
         cap: c of the scores s, which become c · tanh(s / c); None = no bound.
         causal: whether no query sees a key behind it.
+        sinks: (H,) scores without a value that take part in the softmax of every query; None = none.
+        dropout: probability of dropping a weight.
     """
 
     window: int | None = None
     cap: float | None = None
     causal: bool = True
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def explicit(self) -> str:
+        """What takes explicit scores, for a message; empty if weights are the softmax of scaled products."""
+        if self.cap is not None:
+            return f"a soft cap of scores (cap={self.cap:g})"
+        if self.sinks is not None:
+            return "attention sinks"
+        return "dropout of weights" if self.dropout else ""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Request:
     device: torch.device
     dtype: torch.dtype
     head_width: int
-    cap: float | None = None
+    explicit: str = ""
     causal: bool = True
     merges: bool = False
     compiled: bool = False
@@ -48,7 +48,7 @@ class Backend:
             query belongs to every key; empty = all.
         devices: device types (`"cpu"`, `"cuda"`, …); empty = all.
         dtypes: of q, k and v; empty = every floating dtype.
-        cap: whether it supports a soft cap of scores.
+        explicit: whether it writes out scores, and so computes soft caps, sinks and dropout of weights.
         any_order: whether it supports attention that is not causal.
         head_widths: supported D; None = all.
         generations: first and last major compute capability of NVIDIA GPUs (Ampere 8, Hopper 9); None = all. Not
@@ -70,7 +70,7 @@ class Backend:
     merges: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
-    cap: bool = False
+    explicit: bool = False
     any_order: bool = False
     head_widths: range | None = None
     generations: tuple[int, int] | None = None
@@ -88,8 +88,8 @@ class Backend:
             return f"{request.device.type} tensors (it runs on {', '.join(self.devices)})"
         if self.dtypes and request.dtype not in self.dtypes:
             return f"{request.dtype} (it takes {', '.join(str(dtype) for dtype in self.dtypes)})"
-        if request.cap is not None and not self.cap:
-            return f"a soft cap of scores (cap={request.cap:g})"
+        if request.explicit and not self.explicit:
+            return request.explicit
         if not request.causal and not self.any_order:
             return "attention that is not causal"
         if request.merges and (
@@ -264,9 +264,9 @@ BACKENDS: tuple[Backend, ...] = (
         name="explicit",
         forward=explicit.forward,
         backward=explicit.backward,
-        cap=True,
+        explicit=True,
         any_order=True,
-        note="soft caps, on any device: scores are written out, in tiles of 128 queries",
+        note="soft caps, sinks and dropout, on any device: scores are written out, in tiles of 128 queries",
     ),
     Backend(
         name="dense",
