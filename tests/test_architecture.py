@@ -30,7 +30,7 @@ LEFT_OF = {
     "models": "untrusted words hub machine atomic shapes planning data ops",
     "parallel": "untrusted ranges words machine atomic shapes planning data ops",
     "integrations": "untrusted words machine shapes planning data ops models",
-    "launch": "words machine atomic shapes run planning data ops models parallel",
+    "launch": "ranges words machine atomic shapes run planning data ops models parallel",
     "reports": "untrusted words machine atomic checksums shapes run planning data",
     "imports": "untrusted words names_elsewhere shapes data models parallel",
     "training": "untrusted ranges names_elsewhere words hub machine atomic checksums shapes run planning data ops"

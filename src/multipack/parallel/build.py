@@ -97,7 +97,7 @@ def build_engine(
     if config.offload == "disk":
         from multipack.parallel.mapped import MappedFiles, MappedOptimizer
 
-        files, plain = MappedFiles(config.offload_folder, mesh.world.rank), optimizer
+        files, plain = MappedFiles(config.offload_folder), optimizer
 
         def optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
             return MappedOptimizer(plain(parameters), files)
