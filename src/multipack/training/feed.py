@@ -126,7 +126,6 @@ class EpochFeed:
 
     ended = False
     late = ""
-    ending: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, loader: PackedLoader, documents: Documents, clock: Callable[[], float]) -> None:
         self.loader, self.sampler = loader, loader.sampler
@@ -141,6 +140,11 @@ class EpochFeed:
     def plan(self) -> Plan:
         """The plan of the current epoch."""
         return self.sampler.plan
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """Nothing: documents of an epoch do not end."""
+        return {}
 
     def interrupt(self) -> None:
         """Stop waiting for documents: all of them are present."""
