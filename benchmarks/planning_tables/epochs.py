@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from multipack.planning.plan import Plan, plan
-from multipack.planning.report import even, report
+from multipack.planning.report import evenly_spaced, report
 from planning_tables.lengths import ABSENT, Integers, heavy_sets, real_sets
 from planning_tables.table import Table, cpu_seconds
 
@@ -26,7 +26,7 @@ COLUMNS = {
 def _epoch(lengths: Integers, capacity: int, packs: int, window: int, seed: int) -> tuple[Plan, int]:
     """A plan with at most 200 of its steps dealt; and their number."""
     epoch = plan(lengths, capacity=capacity, packs_per_step=packs, window=window, seed=seed)
-    steps = even(epoch.num_steps, 200)
+    steps = evenly_spaced(epoch.num_steps, 200)
     for step in steps.tolist():
         epoch.deal(step, packs)
     return epoch, len(steps)

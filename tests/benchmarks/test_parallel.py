@@ -54,6 +54,7 @@ def test_an_unknown_collective_is_an_error():
         module("step").Counting().count("barter", [])
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_raised(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "distributed"))
     traffic, ranks, pool = module("traffic"), module("ranks"), importlib.import_module("pool")

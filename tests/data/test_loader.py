@@ -44,11 +44,16 @@ def make(documents):
 
 @pytest.fixture
 def threads():
-    """Returns the loaders' threads that were started in this test."""
+    """Returns the loaders' threads that were started in this test, and do not end in a moment."""
     before = set(threading.enumerate())
-    return lambda: [
-        thread for thread in threading.enumerate() if thread.name.startswith(THREAD) and thread not in before
-    ]
+
+    def alive():
+        made = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+        for thread in (made := [thread for thread in made if thread not in before]):
+            thread.join(0.2)
+        return [thread for thread in made if thread.is_alive()]
+
+    return alive
 
 
 def content(batches):
@@ -108,6 +113,14 @@ def test_an_error_names_the_documents_of_its_batch(make, lists, prefetch, thread
         next(batches)
     assert f"documents {', '.join(map(str, lists[2]))}" in caught.value.__notes__[0]
     assert (loader.state_dict()["step"], loader.state_dict()["micro_batch"]) == (1, 0)
+    assert not threads()
+
+
+def test_an_iteration_is_closed_wherever_the_garbage_collector_runs(make, threads):
+    batches = iter(make(1))
+    next(batches)
+    with threading._shutdown_locks_lock:  # as inside the start and the end of any thread
+        batches.close()
     assert not threads()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_shard import plain
 
 from multipack.atomic import locked
 from multipack.data.stores import prepare as module
@@ -384,37 +385,19 @@ class ListSource:
         return self.form
 
 
-def expected_tokens(document, end):
-    """Tokens and targets of a document, letter by letter; None if it has no text."""
-    if not any(part.text for part in document.parts):
-        return None
-    tokens = [byte for part in document.parts for byte in part.text.encode()]
-    targets = [part.is_target for part in document.parts for _ in part.text.encode()]
-    if document.takes_end:
-        return [*tokens, end], [*targets, True]
-    return tokens, targets
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(some, max_size=6), st.booleans())
-def test_shards_hold_the_tokens_of_documents(given_documents, pairs):
-    tokenizer = byte_tokenizer()
-    step = 2 if pairs else 1
-    items = [tuple(given_documents[at : at + step]) for at in range(0, len(given_documents) - step + 1, step)]
-    builder, expected = ShardBuilder(tokenizer.vocabulary_size), []
+def test_shards_are_those_of_a_plain_loop(documents, pairs):
+    tokenizer, step = byte_tokenizer(), 2 if pairs else 1
+    items = [tuple(documents[at : at + step]) for at in range(0, len(documents) - step + 1, step)]
+    builder = ShardBuilder(tokenizer.vocabulary_size)
     builder.add_batch(items, tokenizer)
     shard = builder.build()
-    for item in items:
-        found = [expected_tokens(document, tokenizer.end_id) for document in item]
-        expected += found if None not in found else []
-    assert len(shard) == len(expected)
-    assert shard.tokens.tolist() == [token for tokens, _ in expected for token in tokens]
-    for number, (tokens, targets) in enumerate(expected):
-        on = np.zeros(len(tokens), dtype=bool)
-        for start, stop in shard.spans[shard.span_offsets[number] : shard.span_offsets[number + 1]]:
-            assert not on[start:stop].any()
-            on[start:stop] = True
-        assert on.tolist() == targets
+    arrays, content = plain(items, tokenizer)
+    assert {name: getattr(shard, name).tolist() for name in arrays} == {
+        name: values.tolist() for name, values in arrays.items()
+    }
+    assert shard.content == content
 
 
 @settings(deadline=None, max_examples=20)

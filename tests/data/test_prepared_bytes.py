@@ -1,10 +1,8 @@
 """The bytes that `prepare` writes, against a plain loop over documents, and the memory that it takes a document."""
 
-import hashlib
 import json
 import tracemalloc
 
-import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save
@@ -12,9 +10,10 @@ from safetensors.numpy import save
 from multipack.data.stores import prepare as module
 from multipack.data.stores import writer as writer_module
 from multipack.data.stores.prepare import items_of, prepare
-from multipack.data.stores.shards import FORMAT, chain
+from multipack.data.stores.shards import FORMAT
 from multipack.data.text.sources import Source
 from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
+from plain_shard import plain
 
 BYTE = TokenizerConfig("byte")
 RECORDS = {
@@ -41,48 +40,6 @@ def small(monkeypatch):
     """Batches and blocks of digests that hold a few documents."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 9)
     monkeypatch.setattr(module, "_DIGEST_BLOCK", 8)
-
-
-def plain(items, tokenizer, dedup, answers):
-    """Arrays of a shard, and the hash of its documents, document by document; of an item `answers` are compared."""
-    digests, seen, tokens, spans, names, weights = [], set(), [], [], [], []
-    ends = {name: [0] for name in ("offsets", "span_offsets", "name_offsets")}
-    for item in items:
-        own = tuple((document.parts, document.takes_end) for document in item[:answers])
-        if dedup and own in seen:
-            continue
-        seen.add(own)
-        for document in item:
-            ids, ranges = [], []
-            for part in [*document.parts, *[None] * document.takes_end]:
-                begin = len(ids)
-                if part is None:
-                    ids.append(tokenizer.end_id)
-                else:
-                    ids += (
-                        [tokenizer.special_id(part.text)] if part.is_special else tokenizer.encode(part.text)
-                    )
-                if (part is None or part.is_target) and len(ids) > begin:
-                    if ranges and ranges[-1][1] == begin:
-                        begin, _ = ranges.pop()
-                    ranges.append([begin, len(ids)])
-            name, ids, ranges = document.name.encode(), np.uint16(ids), np.int64(ranges)
-            weight = b"" if document.weight == 1 else np.float64(document.weight).tobytes()
-            begin = f"{len(ids)} {len(ranges)} ".encode() + name
-            digest = hashlib.blake2b(begin + ids.tobytes() + ranges.tobytes() + weight, digest_size=15)
-            digests.append((int.from_bytes(digest.digest(), "big"), 1))
-            weights.append(document.weight)
-            for values, more in zip(ends.values(), (ids, ranges, name), strict=True):
-                values.append(values[-1] + len(more))
-            tokens.append(ids)
-            spans.append(ranges)
-            names.append(name)
-    arrays = {key: np.int64(values) for key, values in ends.items()}
-    arrays |= {"tokens": np.concatenate(tokens), "spans": np.concatenate(spans)}
-    arrays |= {"names": np.frombuffer(b"".join(names), np.uint8), "weights": np.float64(weights)}
-    if (arrays["weights"] == 1).all():
-        arrays["weights"] = np.zeros(0)
-    return arrays, chain(digests)
 
 
 @pytest.mark.parametrize("kind", RECORDS)

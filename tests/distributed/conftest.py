@@ -17,16 +17,19 @@ def pool_type():
     return Pool
 
 
+_made = {}
+"""World size → its pool."""
+
+
 @pytest.fixture(scope="session")
 def pools(pool_type):
     """A function from a world size to its pool."""
-    made = {}
+    return lambda size: _made.get(size) or _made.setdefault(size, pool_type(size))
 
-    def of(size):
-        if size not in made:
-            made[size] = pool_type(size)
-        return made[size]
 
-    yield of
-    for pool in made.values():
-        pool.close()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the last test of this folder, close the pools, whose threads take time also where they are idle."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        while _made:
+            _made.popitem()[1].close()

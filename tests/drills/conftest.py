@@ -23,6 +23,19 @@ def outcome(record_property):
 
 
 @pytest.fixture
+def finish(outcome):
+    """Record numbers and what was lost, of which there must be nothing: `finish(lost, kills=50)`."""
+
+    def end(lost, **counts):
+        for what, count in counts.items():
+            outcome(what.replace("_", " "), count)
+        outcome("lost", len(lost))
+        assert not lost, lost
+
+    return end
+
+
+@pytest.fixture
 def drill(outcome):
     """Runs mutants and counts what was lost; see `attempts.Drill`."""
     return Drill(outcome)

@@ -18,17 +18,11 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    "torch",
-    "numpy",
-    "multipack.training.train",
-    "multipack.training.export",
-    "multipack.data.views.corpus",
-]
+PRELOADED = ["multipack.training.train", "multipack.training.export"]
 EVENTS = [(os, name) for name in ("fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir", "chmod")]
 COMPARED = ("step", "loss", "lr", "grad_norm", "target_tokens", "padding", "val_loss", "train_loss")
 """Values of records that equal runs share to the last bit."""
@@ -50,7 +44,6 @@ class Ended:
     text: str = ""
     events: int = 0
     seconds: float = 0.0
-    names: list[str] = field(default_factory=list)
 
 
 def run(words: list[str]) -> None:
@@ -196,14 +189,9 @@ def together(folder: Path, words: list[str], size: int, killed: int = 0, **kill:
         port = listener.getsockname()[1]
     ranks = []
     for rank in range(size):
-        names = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_PORT": port,
-        }
-        place = {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         own = kill if rank == killed else {}
         ranks.append(start(folder, run, words, environment=place, **own))
     return [each.wait() for each in ranks]
@@ -240,7 +228,7 @@ def _child(
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    counted = {"events": len(names), "seconds": time.process_time() - began, "names": names}
+    counted = {"events": len(names), "seconds": time.process_time() - began}
     Path(folder, "counted").write_text(json.dumps(counted))
     sys.stdout.flush()
     os._exit(0)
@@ -272,6 +260,12 @@ def _watch(names: list[str], event: int | None) -> None:
     for module, name in EVENTS:
         watched(module, name)
     watched(shutil, "rmtree")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Relative path → bytes of all files below a folder, hidden ones too; but not of locks."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def records(path: Path) -> list[dict[str, Any]]:

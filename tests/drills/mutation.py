@@ -11,41 +11,29 @@ from multipack.data.stores.shards import FORMAT
 
 MARKER = Path("/tmp") / f"multipack-mutant-{os.getpid()}"
 """A file that a mutant makes if a part of it is run as a command."""
-WRONG = [
-    *(None, True, False, -1, 0, 1, 2, 7, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63)),
-    *(0.5, 1e300, float("inf"), float("nan")),
-    *(
-        "",
-        "7",
-        "a",
-        "keep",
-        "x" * 5000,
-        "\ud800",
-        "../../etc/passwd",
-        "/etc/passwd",
-        "${oc.env:HOME}",
-        "\0",
-        "\n",
-        "1e9",
-    ),
-    *(
-        [],
-        {},
-        ["a"],
-        [0],
-        [5],
-        [[]],
-        [1, 2, 3],
-        [None, "a", 1.5],
-        [2**53, 1],
-        [[[[[[]]]]]],
-        [1e400],
-        [2**70],
-        [0] * 500,
-    ),
-    *({"a": 1}, {"a": None}, {"": {}}, {"positions": 2}, f"$(touch {MARKER})"),
-]
+WRONG = json.loads(
+    """[null, true, false, -1, 0, 1, 2, 7, 0.5, 1e300, NaN,
+        "", "7", "a", "keep", "\\ud800", "../../etc/passwd", "/etc/passwd", "${oc.env:HOME}", "\\u0000", "\\n", "1e9",
+        [], {}, ["a"], [0], [5], [[]], [1, 2, 3], [null, "a", 1.5], [9007199254740992, 1], [[[[[[]]]]]], [1e400],
+        {"a": 1}, {"a": null}, {"": {}}, {"positions": 2}]"""
+)
+WRONG += [2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), [2**70], [0] * 500]
+WRONG += ["x" * 5000, float("inf"), f"$(touch {MARKER})"]
 """Values that may be of a wrong type or size."""
+
+
+HOSTILE = ["${oc.env:HOME}", "!!python/object/apply:os.system", "*a", "&a", "[" * 3000, "- " * 3000, "1e999"]
+HOSTILE += [
+    "10**10**9",
+    "range(99999)",
+    "{% for a in range(99999) %}",
+    "{% endfor %}",
+    "(" * 300,
+    "~",
+    "*",
+    "|",
+]
+"""Words of texts that are read as settings, patterns or templates."""
 
 
 def of_bytes(content, draw):
@@ -119,26 +107,7 @@ def of_text(content, draw):
     words = re.split(r"(\W)", content.decode())
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(words))
-        hostile = (
-            "${oc.env:HOME}",
-            "!!python/object/apply:os.system",
-            "*a",
-            "&a",
-            "[" * 3000,
-            "- " * 3000,
-            "1e999",
-        )
-        hostile += (
-            "10**10**9",
-            "range(99999)",
-            "{% for a in range(99999) %}",
-            "{% endfor %}",
-            "(" * 300,
-            "~",
-            "*",
-            "|",
-        )
-        words[at] = draw.choice((draw.choice(words), draw.choice(hostile), "", str(draw.choice(WRONG))))
+        words[at] = draw.choice((draw.choice(words), draw.choice(HOSTILE), "", str(draw.choice(WRONG))))
     return "".join(words).encode("utf-8", "surrogatepass")
 
 
@@ -159,7 +128,7 @@ def of_npy(content, draw):
     """The header of a .npy file, an expression in Python."""
     size = struct.unpack("<H", content[8:10])[0]
     header = content[10 : 10 + size]
-    pieces = (
+    pieces = [
         b"(1000000000000,)",
         b"(-1,)",
         b"(1 << 70,)",
@@ -169,7 +138,7 @@ def of_npy(content, draw):
         b"'<M8'",
         b"(" * 3000,
         b"",
-    )
+    ]
     header = re.sub(rb"\([^)]*\)|'<i8'", lambda found: draw.choice((found[0], *pieces)), header)
     header = of_bytes(header, draw) if draw.random() < 0.4 else header
     return content[:8] + struct.pack("<H", len(header)) + header + content[10 + size :]

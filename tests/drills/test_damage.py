@@ -7,6 +7,8 @@ import random
 import shutil
 import signal
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import forked
@@ -73,15 +75,13 @@ POINTERS = {
 }
 
 
-def _entry(*keys, value):
+def _entry(name, value):
     """Another value of an entry of state.json, with all checksums made again."""
 
     def damage(checkpoint, rng):
         state = json.loads((checkpoint / "state.json").read_text())
-        inner = state
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = value
+        *groups, last = name.split(".")
+        reduce(getitem, groups, state)[last] = value
         text = json.dumps(state)
         (checkpoint / "state.json").write_text(text)
         (checkpoint / ".complete").write_text(hashlib.sha256(text.encode()).hexdigest())
@@ -90,19 +90,11 @@ def _entry(*keys, value):
 
 
 WRONG = [None, "3", [1, 2], {"a": 1}, True, 1e400, -5]
-ENTRIES = [("step",), ("files",), ("progress",)]
-ENTRIES += [
-    ("progress", name)
-    for name in ("data", "corpus", "files", "running", "evaluated", "best_step", "callbacks", "marks")
-]
-ENTRIES += [
-    ("progress", "marks", "metrics"),
-    ("progress", "marks", "metrics", "bytes"),
-    ("progress", "corpus", "tokens"),
-]
-ENTRIES += [
-    ("progress", "data", name) for name in ("epoch", "step", "micro_batch", "carried", "fingerprint", "seed")
-]
+ENTRIES = ["step", "files", "progress"]
+ENTRIES += [f"progress.{name}" for name in ("data", "corpus", "files", "running", "evaluated", "best_step")]
+ENTRIES += [f"progress.{name}" for name in ("callbacks", "marks", "marks.metrics", "marks.metrics.bytes")]
+ENTRIES += [f"progress.{name}" for name in ("corpus.tokens", "data.epoch", "data.step", "data.micro_batch")]
+ENTRIES += [f"progress.{name}" for name in ("data.carried", "data.fingerprint", "data.seed")]
 
 
 @contextmanager
@@ -119,20 +111,19 @@ def _deadline(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
+def _trained(folder, words):
+    """The directory of a run of six of eight steps; its cache is shared by all that follow."""
+    more = ["train.steps=6", "train.eval_every=0", "train.checkpoint_every=2", "optimizer.decay_steps=8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+        train(compose_run([*words, *more, f"out={folder / 'run'}"]))
+    return folder / "run"
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory, run_words):
-    """A run of six of eight steps, with three checkpoints; its cache is shared by all that follow."""
-    path = tmp_path_factory.mktemp("damage") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        more = [
-            "train.eval_every=0",
-            "train.checkpoint_every=2",
-            "train.keep_checkpoints=0",
-            "optimizer.decay_steps=8",
-        ]
-        train(compose_run([*run_words, *more, f"out={path}"]))
-    return path
+    """A run with three checkpoints."""
+    return _trained(tmp_path_factory.mktemp("damage"), [*run_words, "train.keep_checkpoints=0"])
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +132,7 @@ def preferences(tmp_path_factory, run_words):
     folder = tmp_path_factory.mktemp("preferences")
     rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ["train.steps=6", "train.eval_every=0", "train.checkpoint_every=2", "optimizer.decay_steps=8"]
-    more += [
-        f"data.path={folder / 'pairs.jsonl'}",
-        f"out={folder / 'run'}",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        train(compose_run([*run_words, *more]))
-    return folder / "run"
+    return _trained(folder, [*run_words, f"data.path={folder / 'pairs.jsonl'}"])
 
 
 def _resumed(path):
@@ -166,7 +149,7 @@ def _resumed(path):
     return forked.records(path)
 
 
-def _try(original, tmp_path, cases, outcome, capsys):
+def _try(original, tmp_path, cases, finish, capsys):
     """Damage copies and resume them."""
     shutil.copytree(original, tmp_path / "whole")
     expected, rng = _resumed(tmp_path / "whole"), random.Random(0)
@@ -183,14 +166,10 @@ def _try(original, tmp_path, cases, outcome, capsys):
             lost.append((name, found if isinstance(found, str) else "different"))
         shutil.rmtree(path)
     capsys.readouterr()
-    outcome("damages", len(cases))
-    for kind, count in counts.items():
-        outcome(kind, count)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, damages=len(cases), **counts)
 
 
-def test_damaged_files(original, tmp_path, outcome, capsys):
+def test_damaged_files(original, tmp_path, finish, capsys):
     latest = "checkpoints/step-00000006"
     cases = [
         (f"{how} {name}", f"{latest}/{name}", damage) for name in FILES for how, damage in DAMAGES.items()
@@ -204,25 +183,24 @@ def test_damaged_files(original, tmp_path, outcome, capsys):
     ]
     cases += [(f"{how} latest", "checkpoints/latest", damage) for how, damage in POINTERS.items()]
     cases += [(f"{how} latest", "checkpoints/latest", DAMAGES[how]) for how in more]
-    outcome("files", len(cases))
-    _try(original, tmp_path, cases, outcome, capsys)
+    _try(original, tmp_path, cases, finish, capsys)
 
 
-def test_damaged_files_beside_checkpoints(preferences, tmp_path, outcome, capsys):
+def test_damaged_files_beside_checkpoints(preferences, tmp_path, finish, capsys):
     """The log-probabilities of the reference model."""
     name = "reference.safetensors"
     hows = [how for how in DAMAGES if how not in ("older", "link")] + ["flip"] * 6
     cases = [(f"{how} {name}", name, DAMAGES[how]) for how in hows]
-    _try(preferences, tmp_path, cases, outcome, capsys)
+    _try(preferences, tmp_path, cases, finish, capsys)
 
 
-def test_wrong_types_in_saved_state(original, tmp_path, outcome, capsys):
+def test_wrong_types_in_saved_state(original, tmp_path, finish, capsys):
     cases = [
-        (f"{'.'.join(keys)}={value!r}", "checkpoints/step-00000006", _entry(*keys, value=value))
-        for keys in ENTRIES
+        (f"{name}={value!r}", "checkpoints/step-00000006", _entry(name, value))
+        for name in ENTRIES
         for value in WRONG
     ]
-    _try(original, tmp_path, cases, outcome, capsys)
+    _try(original, tmp_path, cases, finish, capsys)
 
 
 def test_what_is_refused_names_a_checkpoint_that_is_there(original, tmp_path):

@@ -44,12 +44,6 @@ def _is_one_line(ended, *names):
     )
 
 
-def _content(folder):
-    """Relative path → bytes of all files below a folder but locks."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 BACKGROUND = "train.checkpoint_async=true"
 SIZES = {
     "prepare": [4, 8, 40, 100, 200, 300, 400, 500],  # KiB; the store has 0.5 MiB
@@ -62,18 +56,12 @@ SIZES = {
 
 
 @pytest.mark.parametrize("work", SIZES)
-def test_a_disk_that_fills_up(tmp_path, words, run_of, whole, outcome, work):
+def test_a_disk_that_fills_up(tmp_path, words, run_of, whole, finish, work):
     """A store, the cache of a run, an export, a run: refused in one line, and made when there is room."""
     source, sizes = tmp_path / "source.txt", SIZES[work]
     source.write_text("\n\n".join(f"line {number} of the source, {number**3:x}" for number in range(12_000)))
-    of_text = [
-        *words,
-        "data=text",
-        "data.documents=blank_line",
-        f"data.path={source}",
-        *STEPS,
-        "train.eval_every=0",
-    ]
+    of_text = [*words, "data=text", "data.documents=blank_line", f"data.path={source}"]
+    of_text += [*STEPS, "train.eval_every=0"]
 
     def start(disk):
         function, *given = {
@@ -92,7 +80,8 @@ def test_a_disk_that_fills_up(tmp_path, words, run_of, whole, outcome, work):
         if work.startswith("run"):
             return forked.different(disk / "run", whole)
         made = {"prepare": "store", "cache": "cache/stores", "export": "export"}[work]
-        return [] if _content(disk / made) == _content(roomy / made) else sorted(_content(disk / made))
+        found = forked.content(disk / made)
+        return [] if found == forked.content(roomy / made) else sorted(found)
 
     roomy, lost, refused = tmp_path / "roomy", [], 0
     roomy.mkdir()
@@ -107,15 +96,12 @@ def test_a_disk_that_fills_up(tmp_path, words, run_of, whole, outcome, work):
             _remount(disk, "size=64m")
             again = start(disk) if ended.code else ended
             lost += [(size, each) for each in ([again.error] if again.code else different(disk))]
-    outcome("sizes", len(sizes))
-    outcome("refused in one line", refused)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, sizes=len(sizes), refused_in_one_line=refused)
     assert refused >= len(sizes) // 2
 
 
 @pytest.mark.parametrize("more", [[], [BACKGROUND]], ids=["sync", "async"])
-def test_a_disk_that_becomes_read_only(tmp_path, run_of, whole, outcome, more):
+def test_a_disk_that_becomes_read_only(tmp_path, run_of, whole, finish, more):
     """It stays so, and the run is refused in one line; afterwards it continues."""
     lost, disk = [], tmp_path / "disk"
     with _disk(disk, "64m"):
@@ -129,6 +115,4 @@ def test_a_disk_that_becomes_read_only(tmp_path, run_of, whole, outcome, more):
         _remount(disk, "rw")
         last = forked.start(tmp_path, forked.run, run).wait()
         lost += [last.error] if last.code != 0 else forked.different(disk / "run", whole)
-    outcome("runs", 3)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, runs=3)

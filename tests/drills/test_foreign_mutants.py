@@ -17,6 +17,7 @@ import gzip
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from multipack.hub import model_folder
 from multipack.imports.imported import translate_keys
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
+from multipack.models.huggingface import parameter_shapes
 from multipack.models.probe_batch import packed_batch
 from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
@@ -202,14 +204,8 @@ def _llama(fields):
     fields["normalizer"], fields["pre_tokenizer"] = {"type": "Sequence", "normalizers": steps}, None
     fields["model"].update(byte_fallback=True, unk_token="<|endoftext|>", fuse_unk=True)
     undone = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    undone += [
-        {"type": kind} | more
-        for kind, more in (
-            ("ByteFallback", {}),
-            ("Fuse", {}),
-            ("Strip", {"content": " ", "start": 1, "stop": 0}),
-        )
-    ]
+    undone += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    undone += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     fields["decoder"] = {"type": "Sequence", "decoders": undone}
 
 
@@ -217,12 +213,8 @@ def _unigram(fields):
     pieces = [["<unk>", 0.0], ["▁", -2.0], *([chr(code), -5.0 - code / 100] for code in range(33, 256))]
     fields["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     fields["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
-    fields["pre_tokenizer"] = {
-        "type": "Metaspace",
-        "replacement": "▁",
-        "prepend_scheme": "first",
-        "split": True,
-    }
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    fields["pre_tokenizer"] = spaces
     fields["decoder"], fields["added_tokens"] = fields["pre_tokenizer"], []
 
 
@@ -284,30 +276,18 @@ def tokenizer_file(name, change=None):
 
 
 def transformers_tokenizer(folder):
-    for name, content in (
-        ("tokenizer.json", train_bpe(iter([TEXT * 20]), 290, ["<|im_end|>"]).to_json()),
-        (
-            "tokenizer_config.json",
-            json.dumps(
-                {
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                    "eos_token": "<|im_end|>",
-                    "model_max_length": 64,
-                    "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-                    "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}},
-                }
-            ),
-        ),
-    ):
-        (folder / name).write_text(content)
+    config = folder / "tokenizer_config.json"
+    train_bpe(iter([TEXT * 20]), 290, ["<|im_end|>"]).save(folder / "tokenizer.json")
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "model_max_length": 64}
+    fields["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    fields["added_tokens_decoder"] = {"0": {"content": "<|endoftext|>", "special": True}}
+    config.write_text(json.dumps(fields))
 
     def read():
         loaded = load_tokenizer(TokenizerConfig("transformers", str(folder)))
         return loaded.encode(TEXT), loaded.eos_token, loaded.chat_template
 
-    yield Surface(
-        "tokenizer_config.json", folder / "tokenizer_config.json", {of_json: 20, of_bytes: 10}, read
-    )
+    yield Surface("tokenizer_config.json", config, {of_json: 20, of_bytes: 10}, read)
 
 
 CHAT = [
@@ -322,14 +302,8 @@ RECORDS = {
     "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "w": 1},
     "pairs": {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}], "w": 2},
 }
-DEEP = [
-    "[" * 700 + "]" * 700,
-    "[" * 99_999,
-    10**400,
-    -(10**30),
-    "9" * 5000,
-    json.loads("[" * 300 + "]" * 300),
-]
+DEEP = ["[" * 700 + "]" * 700, "[" * 99_999, 10**400, -(10**30), "9" * 5000]
+DEEP.append(json.loads("[" * 300 + "]" * 300))
 
 
 def read_records(file):
@@ -401,43 +375,15 @@ def parquet(folder):
 
 # --- settings -----------------------------------------------------------------------------------------
 
-AXOLOTL = {
-    "base_model": "NousResearch/Llama-3.2-1B",
-    "datasets": [
-        {"path": "a.jsonl", "type": "alpaca"},
-        {
-            "path": "org/name",
-            "type": "chat_template",
-            "split": "train",
-            "field_messages": "m",
-            "roles_to_train": ["assistant"],
-        },
-    ],
-    "sequence_len": 2048,
-    "sample_packing": True,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "learning_rate": "2e-4",
-    "optimizer": "adamw_torch_fused",
-    "lr_scheduler": "cosine",
-    "warmup_ratio": 0.1,
-    "num_epochs": 3,
-    "adapter": "lora",
-    "lora_r": 8,
-    "lora_alpha": 16,
-    "lora_target_modules": ["q_proj", "v_proj"],
-    "unfrozen_parameters": ["model.layers.[0-9]+.mlp"],
-    "val_set_size": 0.05,
-    "special_tokens": {"pad_token": "<|end|>"},
-    "output_dir": "./out",
-    "saves_per_epoch": 2,
-    "eval_steps": 100,
-    "fsdp_config": {"fsdp_offload_params": False},
-    "chat_template": "chatml",
-    "weight_decay": 0.0,
-    "bf16": "auto",
-    "unknown_key": 1,
-}
+AXOLOTL = yaml.safe_load("""{
+    base_model: NousResearch/Llama-3.2-1B, output_dir: ./out, val_set_size: 0.05, chat_template: chatml,
+    datasets: [{path: a.jsonl, type: alpaca}, {path: org/name, type: chat_template, split: train, field_messages: m,
+                roles_to_train: [assistant]}],
+    sequence_len: 2048, sample_packing: true, micro_batch_size: 2, gradient_accumulation_steps: 4,
+    learning_rate: 2e-4, optimizer: adamw_torch_fused, lr_scheduler: cosine, warmup_ratio: 0.1, num_epochs: 3,
+    weight_decay: 0.0, bf16: auto, saves_per_epoch: 2, eval_steps: 100, fsdp_config: {fsdp_offload_params: false},
+    adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_modules: [q_proj, v_proj],
+    unfrozen_parameters: ["model.layers.[0-9]+.mlp"], special_tokens: {pad_token: "<|end|>"}, unknown_key: 1}""")
 
 
 def axolotl(folder):
@@ -463,23 +409,15 @@ def axolotl(folder):
         found = translate_keys(given)
         text = found.to_yaml()
         tree = yaml.safe_load(text) or {}
-        flat = {
-            f"{group}.{name}": value
-            for group, part in tree.items()
-            if isinstance(part, dict)
-            for name, value in part.items()
-        }
-        flat |= {name: value for name, value in tree.items() if not isinstance(value, dict)}
-        lost = [
-            name
-            for name, value in flat.items()
-            if name in found.settings and str(found.settings[name]) != str(value)
-        ]
-        lost += [
-            name
-            for name in flat
-            if name not in found.settings and name.partition(".")[0] not in found.settings
-        ]
+        groups = {group: part if isinstance(part, dict) else {"": part} for group, part in tree.items()}
+        lost = []
+        for group, part in groups.items():
+            for name, value in part.items():
+                setting = f"{group}.{name}".rstrip(".")
+                if setting in found.settings:
+                    lost += [setting] * (str(found.settings[setting]) != str(value))
+                else:
+                    lost += [setting] * (group not in found.settings)
         named = {*found.lacking, *found.left, *found.translated, *found.unneeded}
         lost += [key for key, value in given.items() if key not in named and value not in (None, False, [])]
         if lost:
@@ -495,20 +433,20 @@ def axolotl(folder):
 
 def settings(folder):
     file = folder / "ours.yaml"
-    tree = yaml.safe_load(
-        "{model: tiny, tokenizer: byte, data: {source: jsonl, path: a.jsonl, fields: [a, b], cache: c},"
-        " plan: {capacity: 512, packs_per_step: 4}, train: {steps: 3, dtype: fp32, init_from: ''},"
-        " optimizer: {lr: 1.0e-3, eps: 1.0e-8, rules: [a lr=1]}, adapter: {rank: 4, targets: [q_proj]},"
-        " out: somewhere}"
-    )
+    words = "tokenizer=byte data=jsonl data.path=a.jsonl data.fields=[a,b] plan.capacity=512 train.steps=3"
+    words += " data.cache=c train.dtype=fp32 optimizer.lr=1e-3 adapter=lora adapter.base=base adapter.targets=[q_proj]"
+    tree = {**asdict(compose([*words.split(), "optimizer.rules=[a lr=1]"])), "out": "somewhere"}
     file.write_text(json.dumps(tree))
 
     def read():
         config = compose([f"config={file}"])
         check(config, 1)
+        if config.model.layers < 100 and config.model.d_model < 1 << 13:
+            parameter_shapes(config.shape_with(300))
         for group, values in read_yaml(file).items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 kept = getattr(getattr(config, group), name, "no setting")
+                kept = list(kept) if isinstance(kept, tuple) else kept
                 texts = list(map(str, value)) if isinstance(value, list) else str(value)
                 same = kept == value or texts in (kept, str(kept)) or (value is None and not kept)
                 same = same or (isinstance(value, bool) and kept == str(value).lower())  # as in a word
@@ -520,12 +458,14 @@ def settings(folder):
                     raise SilentlyDifferent(f"{group}.{name}={value!r:.60} is {kept!r:.60}")
         return repr(config)
 
-    yield Surface("settings", file, {of_json: 20, of_text: 20, of_bytes: 20}, read)
+    yield Surface("settings", file, {of_json: 200, of_text: 100, of_bytes: 100}, read)
 
 
 def lengths(folder):
-    file = folder / "lengths.npy"
+    file, counts = folder / "lengths.npy", folder / "counts.npy"
     np.save(file, np.arange(1, 50))
+    np.save(counts, np.arange(50))
+    read_counts = lambda: np.asarray(read_lengths(counts, 64, histogram=True)).tolist()  # noqa: E731
 
     def read():
         found = np.asarray(read_lengths(file, 4096))
@@ -533,6 +473,7 @@ def lengths(folder):
         return found.tolist()
 
     yield Surface("lengths", file, {of_npy: 250, of_bytes: 300}, read)
+    yield Surface("counts", counts, {of_npy: 150, of_bytes: 200}, read_counts)
 
 
 # --- damaged runs -------------------------------------------------------------------------------------

@@ -8,13 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine takes several times as long as an idle one
 
-STEPS = [
-    "train.steps=12",
-    "train.eval_every=4",
-    "train.checkpoint_every=2",
-    "train.keep_best=true",
-    "model.dropout=0.1",
-]
+STEPS = ["train.steps=12", "train.eval_every=4", "train.checkpoint_every=2", "train.keep_best=true"]
+STEPS += ["model.dropout=0.1"]
 AIMED = {"sync": [], "async": ["train.checkpoint_async=true"]}
 
 
@@ -51,25 +46,21 @@ def _drill(tmp_path, run_of, kills, draw, each=3, more=()):
     return lost, done
 
 
-def test_kills_at_random_moments(tmp_path, run_of, outcome):
+def test_kills_at_random_moments(tmp_path, run_of, finish):
     rng = random.Random(0)
     lost, done = _drill(tmp_path, run_of, 20, lambda ended: {"cpu": rng.uniform(0.0, ended.seconds)})
-    outcome("kills", done)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, kills=done)
 
 
 @pytest.mark.parametrize("how", AIMED)
-def test_kills_while_files_are_written(tmp_path, run_of, outcome, how):
+def test_kills_while_files_are_written(tmp_path, run_of, finish, how):
     rng = random.Random(how)
     draw = lambda ended: {"event": rng.randrange(2, 2 * ended.events + 2)}  # noqa: E731
     lost, done = _drill(tmp_path, run_of, 12, draw, each=4, more=AIMED[how])
-    outcome("kills", done)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, kills=done)
 
 
-def test_kills_while_exporting(tmp_path, run_of, outcome):
+def test_kills_while_exporting(tmp_path, run_of, finish):
     whole, _ = _whole(tmp_path, run_of)
     expected = tmp_path / "expected"
     ended = forked.start(tmp_path, forked.write_export, str(whole), str(expected)).wait()
@@ -87,13 +78,11 @@ def test_kills_while_exporting(tmp_path, run_of, outcome):
         ):
             lost.append(event)
         shutil.rmtree(out)
-    outcome("kills", done)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, kills=done)
 
 
 @pytest.mark.parametrize("how", AIMED)
-def test_kills_of_one_of_two_ranks(tmp_path, run_of, outcome, how):
+def test_kills_of_one_of_two_ranks(tmp_path, run_of, finish, how):
     more = [*AIMED[how], "parallel.data=zero3", "parallel.timeout_seconds=20"]
     whole, ended = _whole(tmp_path, run_of, 2, *more)
     rng, lost, kills, out = random.Random(how), [], 0, tmp_path / "run"
@@ -111,6 +100,4 @@ def test_kills_of_one_of_two_ranks(tmp_path, run_of, outcome, how):
             shutil.rmtree(out)
     last = forked.together(tmp_path, run_of(out, *more), 2)
     lost += [each.error for each in last if each.code != 0] or forked.different(out, whole)
-    outcome("kills", kills)
-    outcome("lost", len(lost))
-    assert not lost, lost
+    finish(lost, kills=kills)

@@ -11,14 +11,14 @@ import json
 import resource
 import shutil
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from attempts import Surface
-from mutation import of_bytes, of_json, of_npy, of_safetensors, of_text, of_tree
+from mutation import of_bytes, of_json, of_safetensors, of_text, of_tree
 from safetensors.torch import save_file
 from torch.utils.data import RandomSampler
 
@@ -30,7 +30,6 @@ from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import Tokenizer, byte_tokenizer
 from multipack.data.views.arriving import GrowingFolder
 from multipack.data.views.documents import Documents
-from multipack.data.views.stored_lengths import read_lengths
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
 from multipack.launch.allocation import parse_hostfile
@@ -46,8 +45,7 @@ from multipack.shapes import ModelShape
 from multipack.shapes.config_json import config_of
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
-from multipack.training.checks import check
-from multipack.training.run_config import compose, compose_run
+from multipack.training.run_config import compose_run
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
 from multipack.training.weights import trained_shape
@@ -144,26 +142,14 @@ def tokenizers(folder, store):
 # --- settings, weights and measurements ---------------------------------------------------------------
 
 
-def settings(folder, store):
-    file, words = folder / "config.yaml", folder / "words"
-    tree = {key: value for key, value in asdict(compose([])).items() if key != "out"}
-    file.write_text(json.dumps(tree))
+def words_of_commands(folder, store):
+    words = folder / "words"
     words.write_text(
         "model=tiny data=jsonl data.path=a.jsonl data.fields=[a,b] train.steps=3 optimizer.lr=1e-3"
         " tokenizer=byte plan.capacity=512 optimizer.warmup_steps=2 out=somewhere train.dtype=fp32"
     )
-
-    def read():
-        config = compose([f"config={file}"])
-        check(config, 1)
-        if config.model.layers < 100 and config.model.d_model < 1 << 13:
-            parameter_shapes(config.shape_with(300))
-
-    def read_words():
-        compose_run(words.read_bytes().decode("utf-8", "replace").split(" "))
-
-    yield Surface("yaml", file, {of_bytes: 100, of_json: 200, of_text: 100}, read)
-    yield Surface("words", words, {of_text: 250}, read_words)
+    read = lambda: compose_run(words.read_bytes().decode("utf-8", "replace").split(" "))  # noqa: E731
+    yield Surface("words", words, {of_text: 250}, lambda: read() and None)
 
 
 def weights_of_huggingface(folder, store):
@@ -191,14 +177,11 @@ def weights_of_huggingface(folder, store):
     yield Surface("index", index, {of_bytes: 50, of_json: 100}, read)
 
 
-def hosts_and_counts(folder, store):
-    hosts, counts = folder / "hosts", folder / "counts.npy"
+def hosts(folder, store):
+    hosts = folder / "hosts"
     hosts.write_text("node1 slots=8\nnode2:4\n# comment\n")
-    np.save(counts, np.arange(50))
     read_hosts = lambda: parse_hostfile(hosts.read_text(errors="replace"), "hosts")  # noqa: E731
-    read_counts = lambda: read_lengths(counts, 64, histogram=True)  # noqa: E731
     yield Surface("hosts", hosts, {of_text: 150}, read_hosts)
-    yield Surface("counts", counts, {of_bytes: 200, of_npy: 150}, read_counts)
 
 
 # --- runs ---------------------------------------------------------------------------------------------
@@ -352,14 +335,7 @@ def state_of(name):
     return saved_states
 
 
-SURFACES = [
-    stores,
-    positions_of_streams,
-    tokenizers,
-    settings,
-    weights_of_huggingface,
-    hosts_and_counts,
-]
+SURFACES = [stores, positions_of_streams, tokenizers, words_of_commands, weights_of_huggingface, hosts]
 SURFACES += [checkpoints, progress_of_checkpoints]
 
 

@@ -56,39 +56,22 @@ def test_every_division_keeps_the_promises(lengths, ranks, budget, kind):
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=40),
     st.integers(1, 4),
     st.integers(9, 60),
+    st.sampled_from(["rank", "micro_batch"]),
 )
-@settings(max_examples=25, deadline=None)
-def test_groups_stay_together(documents, ranks, budget):
+@settings(max_examples=50, deadline=None)
+def test_groups_stay_together(documents, ranks, budget, together):
     lengths, groups = map(list, zip(*documents, strict=True))
     try:
-        divided = multipack.balance(lengths, ranks, budget=budget, groups=groups)
+        divided = multipack.balance(lengths, ranks, budget=budget, groups=groups, together=together)
     except ValueError:
         inside = np.bincount(groups, weights=lengths)
         assert len(set(groups)) < ranks or 2 * sum(lengths) > ranks * budget or inside.max() > budget
         return
     check(divided, lengths, lengths, ranks, budget)
-    rank_of = {number: rank for rank in range(ranks) for batch in divided[rank] for number in batch}
-    assert len({(group, rank_of[number]) for number, group in enumerate(groups)}) == len(set(groups))
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=40), st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
-def test_groups_stay_in_one_micro_batch_if_asked(documents, ranks):
-    lengths, groups = map(list, zip(*documents, strict=True))
-    inside = np.bincount(groups, weights=lengths)
-    if len(set(groups)) < ranks:
-        return
-    budget = max(int(inside.max()), -(-sum(lengths) // ranks) + 9, 1)
-    try:
-        divided = multipack.balance(lengths, ranks, budget=budget, groups=groups, together="micro_batch")
-    except ValueError:
-        assert 2 * sum(lengths) > ranks * budget
-        return
-    check(divided, lengths, lengths, ranks, budget)
-    batches = [set(batch) for rank in divided for batch in rank]
-    for group in set(groups):
-        members = {number for number, own in enumerate(groups) if own == group}
-        assert any(members <= batch for batch in batches)
+    by_rank = [itertools.chain(*rank) for rank in divided]
+    places = by_rank if together == "rank" else itertools.chain(*divided)
+    place_of = {number: place for place, numbers in enumerate(places) for number in numbers}
+    assert len({(group, place_of[number]) for number, group in enumerate(groups)}) == len(set(groups))
 
 
 def possible(lengths, groups, ranks, micro_batches, budget):

@@ -198,15 +198,3 @@ def test_squad_with_few_documents_a_pack(limit):
     made, bound = fewest(histogram, 384, limit, 60.0)
     check(histogram, 384, limit, made, bound)
     assert made.num_packs <= bound + 1
-
-
-@needs_data
-@pytest.mark.parametrize(
-    ("name", "capacity"),
-    [("gsm8k_train", 600), ("gsm8k_train", 2048), ("stdlib311_doc2src", 8192), ("openchat_v1", 32768)],
-)
-def test_real_lengths(name, capacity):
-    lengths = np.load(DATA / f"{name}.npy")
-    made = pack(lengths, capacity, "fewest", time_budget=60)
-    assert made.totals(lengths).max() <= capacity
-    assert made.gap == 0

@@ -39,7 +39,7 @@ def test_limits_hold(data):
     spare = data.draw(st.sampled_from([0, 5]))
     wanted = np.arange(len(lengths)) % 3 > 0
     visit = np.flatnonzero(wanted)
-    placed = placing.place(lengths, lengths * (lengths + 9), packs, capacity, limit, visit, spare)
+    placed = placing.place_documents(lengths, lengths * (lengths + 9), packs, capacity, limit, visit, spare)
     assert placed.max() < packs
     assert totals(placed, lengths, packs).max() <= capacity
     sizes = totals(placed, np.ones_like(lengths), packs)

@@ -174,11 +174,6 @@ def test_bad_lengths_are_named(lengths, message):
         check_lengths(lengths, 100)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint64])
-def test_any_integers_are_good(dtype):
-    assert check_lengths(np.array([1, 2, 3], dtype=dtype), 3).dtype == np.int64
-
-
 def test_bad_options():
     with pytest.raises(ValueError, match="best_fit"):
         pack([1], 8, "worst_fit")

@@ -8,8 +8,7 @@ import pytest
 
 from multipack.planning.plan import plan
 from multipack.planning.report import report
-from multipack.reports.plan_page import plan_page
-from multipack.reports.plan_view import plan_view
+from multipack.reports.plan_view import plan_page, plan_view
 from multipack.reports.run_data import read_run
 from multipack.reports.run_page import run_page
 

@@ -64,7 +64,7 @@ def test_it_fits_the_terminal(trained):
     assert "sample after" in "\n".join(screen)
 
 
-def test_it_ends_with_the_run(written):
+def test_it_ends_with_the_run(written, monkeypatch):
     path = written(steps=3)
     _append(path / "history.jsonl", {"event": "start", "step": 0, "steps": 6})
     looks = []
@@ -76,7 +76,8 @@ def test_it_ends_with_the_run(written):
             _append(path / "history.jsonl", {"event": "end", "step": 6, "reason": "SIGTERM"})
 
     console = Console(file=io.StringIO(), width=90, height=40, force_terminal=True, color_system=None)
-    watch(path, 0.5, False, console, wait)
+    monkeypatch.setattr(time, "sleep", wait)
+    watch(path, 0.5, False, console)
     assert looks == [0.5, 0.5, 0.5]
     screen = console.file.getvalue()
     assert all(f"{step}/6" in screen for step in (3, 4, 5, 6))

@@ -232,8 +232,7 @@ def _write_picture(
 ) -> None:
     """Write the picture of a plan, of the kind that the name of its file ends with."""
     from multipack.atomic import write_atomically
-    from multipack.reports.plan_page import plan_page
-    from multipack.reports.plan_view import plan_view
+    from multipack.reports.plan_view import plan_page, plan_view
 
     view = plan_view(made.plan, made.report, step, command.padded_batch_size, made.share, trained)
     if file.suffix == ".html":

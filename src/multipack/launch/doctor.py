@@ -74,7 +74,9 @@ def examine(
 
 def _can_train() -> bool:
     """Whether torch is installed, without importing it."""
-    return importlib.util.find_spec("torch") is not None
+    with suppress(ModuleNotFoundError):  # where an import hook blocks torch
+        return importlib.util.find_spec("torch") is not None
+    return False
 
 
 def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multipack.launch.held import FLOAT32, outside_held
 from multipack.launch.memory_model import Workload
 from multipack.parallel.stages import RankPart, parts_of_ranks
-from multipack.planning.placement_report import key_bytes, token_bytes
+from multipack.planning.placement import key_bytes, token_bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, costliest_first, least_maximum
 from multipack.planning.histogram import count, simple_bound
-from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
+from multipack.planning.kernels.placing import fill_empty, place_documents, place_inside, sums
 from multipack.planning.lengths import (
     Integers,
     Packs,
@@ -212,7 +212,7 @@ def _divide(
             raise ValueError(_too_few(lengths, ranks, micro_batches, budget, items))
         # The micro-batches of one rank are balanced like ranks.
         across, inside = (ranks, micro_batches) if ranks > 1 else (micro_batches, 1)
-        shared = Arrangement(lengths, costs, across, inside, budget, size, quick=True)
+        shared = Arrangement(lengths, costs, across, inside, budget, size)
         goal = _least_load(lengths, costs, across, inside, budget)
         placed = _arranged(shared, goal, np.full(len(lengths), -1, dtype=np.int64))
         if placed.min() < 0:
@@ -248,7 +248,7 @@ def _divide_groups(
         for weights in (sums(members, costs, num_groups), inside, sizes):
             by_weight = costliest_first(inside, weights)
             heavy, room = (inside[by_weight], weights[by_weight]), micro_batches * budget
-            shared = Arrangement(*heavy, ranks, 1, room, quick=True)
+            shared = Arrangement(*heavy, ranks, 1, room)
             rank_of = np.empty(num_groups, dtype=np.int64)
             goal = _least_load(*heavy, ranks, 1, room)
             rank_of[by_weight] = _arranged(shared, goal, np.full(num_groups, -1, dtype=np.int64))
@@ -277,7 +277,7 @@ def _on_ranks(
 def _arranged(shared: Arrangement, goal: int, own: Integers) -> Integers:
     """The best arrangement; −1 for documents without a pack if none fits."""
     if shared.ranks == 1:
-        return place(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
+        return place_documents(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
     return shared.arrange(goal, own)
 
 

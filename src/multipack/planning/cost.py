@@ -179,18 +179,6 @@ class CostModel:
         """Plain values that determine the costs."""
         return {name: getattr(self, name) for name in (*WEIGHTS, "window")}
 
-    @property
-    def formula(self) -> str:
-        """The cost of l tokens as text: `57,256·l + l(l+1)`."""
-        terms = (
-            (self.linear, "l"),
-            (self.quadratic, "l(l+1)"),
-            (self.sliding, f"2·Σ min(t, {self.window:,})"),
-        )
-        shown = [name if weight == 1 else f"{weight:,}·{name}" for weight, name in terms if weight]
-        shown += [f"{self.constant:,}"] if self.constant else []
-        return " + ".join(shown)
-
     def flops(
         self, lengths: ArrayLike, attention: AttentionPairs | None = None, *, executed: bool = False
     ) -> float:

@@ -7,7 +7,6 @@ for each pack the cheaper one of the last two.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.lengths import Integers
-from multipack.planning.placement import Placement, Placing, head_tail
+from multipack.planning.placement import Placement, Placing, head_tail, key_bytes, token_bytes
 from multipack.shapes import ModelShape
 
 
@@ -111,15 +110,3 @@ def _mean(
     slowest = (attention.mean(), attention.max(), step.mean(), step.max())
     means = (float(each.mean()) for each in (time, sent, received, exchanged, payload))
     return ContextMeasure(method, *map(float, slowest), *means)
-
-
-def key_bytes(shape: ModelShape, tensor: int = 1, size: int = 2) -> int:
-    """Bytes of the keys and values of a token in all layers, on a tensor rank."""
-    return 2 * max(1, shape.kv_heads // tensor) * shape.head_width * shape.layers * size
-
-
-def token_bytes(shape: ModelShape, ranks: int, tensor: int = 1, size: int = 2) -> float:
-    """Bytes that a rank sends for each of its tokens with Ulysses, in all layers, forward and backward."""
-    heads, key_heads = shape.heads // tensor, max(1, shape.kv_heads // tensor)
-    elements = 4 * (heads + math.lcm(key_heads, ranks)) * shape.head_width * shape.layers
-    return elements * size * (ranks - 1) / ranks

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,14 @@ class Audit:
     epochs: list[EpochAudit] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+class _Recorded(NamedTuple):
+    """A step of documents.jsonl."""
+
+    epoch: int
+    done: int  # steps of the epoch up to this one
+    documents: int
 
 
 @dataclass
@@ -126,27 +134,26 @@ def audit(path: str | Path) -> Audit:
         )
     found = Audit()
     lines = Lines(run.documents)
-    counts: dict[int, int] = {}
-    positions: dict[int, tuple[int, int]] = {}
+    recorded: dict[int, _Recorded] = {}
     carried: Integers | None = None
     history = [event for _, event in Lines(run.history).new()]
     starts = [whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
-    for epoch in _epochs(lines, min(starts, default=0) + 1, found, counts, positions):
+    for epoch in _epochs(lines, min(starts, default=0) + 1, found, recorded):
         carried = _close(epoch, carried, _end_of_stream(history), found)
     if lines.torn:
         found.notes.append(
             "the last line of documents.jsonl is incomplete: its writer was killed, or is writing"
         )
     found.problems += [problem for problem in lines.problems if "cannot be read" in problem]
-    _compare_metrics(run, counts, found)
-    _compare_checkpoints(run, positions, found)
+    _compare_metrics(run, recorded, found)
+    _compare_checkpoints(run, recorded, found)
     return found
 
 
 def _epochs(
-    lines: Lines, first: int, found: Audit, counts: dict[int, int], positions: dict[int, tuple[int, int]]
+    lines: Lines, first: int, found: Audit, recorded: dict[int, _Recorded]
 ) -> Iterator[_EpochRecords]:
-    """The epochs in order; fills in the documents of each step, and its place (epoch, steps of the epoch so far).
+    """The epochs in order; fills in the recorded steps.
 
     `first` is the first step of the first process that wrote records: above 1 where an earlier version began the run.
     """
@@ -180,7 +187,7 @@ def _epochs(
                 yield epoch
             plan = record.get("plan") if index == 0 else None
             epoch = _EpochRecords(at, plan if isinstance(plan, dict) else None)
-            epoch.next_index = index if not counts else 0
+            epoch.next_index = index if not recorded else 0
         if index != epoch.next_index:
             found.problems.append(
                 f"step {step:,} is step {index:,} of epoch {at:,}, and step {epoch.next_index:,} is expected"
@@ -188,7 +195,7 @@ def _epochs(
         epoch.next_index = index + 1
         epoch.steps.append(step)
         epoch.documents.append(documents)
-        counts[step], positions[step] = len(documents), (at, index + 1)
+        recorded[step] = _Recorded(at, index + 1, len(documents))
     if epoch is not None:
         yield epoch
 
@@ -214,8 +221,8 @@ def _close(
     expected = plan.carried_in if carried is None or epoch.plan is None else carried
     if not np.array_equal(np.sort(expected), np.sort(plan.carried_in)):
         found.problems.append(
-            f"{name}: it begins with {_named(plan.carried_in)} carried in, but the epoch before carried"
-            f" {_named(expected)}"
+            f"{name}: it begins with {_named('document', plan.carried_in)} carried in, but the epoch before carried"
+            f" {_named('document', expected)}"
         )
     everything = np.concatenate([trained, plan.carried, plan.dropped])
     repeated = _repeated(everything, plan.carried_in)
@@ -226,12 +233,12 @@ def _close(
         foreign = trained[(trained < 0) | (trained >= plan.documents)]
         if len(foreign):
             found.problems.append(
-                f"{name}: {_named(foreign)} trained, and there are {plan.documents:,} (from 0)"
+                f"{name}: {_named('document', foreign)} trained, and there are {plan.documents:,} (from 0)"
             )
     found.problems += _repetitions(name, epoch, plan, repeated)
     if lost_count:
         found.problems.append(
-            f"{name}: {_named(lost, lost_count)} lost: in no step, not carried, not dropped"
+            f"{name}: {_named('document', lost, lost_count)} lost: in no step, not carried, not dropped"
         )
     found.epochs.append(
         EpochAudit(
@@ -294,7 +301,7 @@ def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers
     return found, int(widths.sum()) + len(again)
 
 
-def _compare_metrics(run: RunDirectory, counts: dict[int, int], found: Audit) -> None:
+def _compare_metrics(run: RunDirectory, recorded: dict[int, _Recorded], found: Audit) -> None:
     """Compare steps and numbers of documents with metrics.jsonl, and name steps that were skipped."""
     metrics = Lines(run.metrics)
     seen, skipped, different = set(), [], []
@@ -306,25 +313,28 @@ def _compare_metrics(run: RunDirectory, counts: dict[int, int], found: Audit) ->
         if record.get("skipped"):
             skipped.append(step)
         rate, seconds = record.get("sps"), record.get("dt")
-        if step in counts and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
+        if step in recorded and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
             product = rate * seconds
-            if product < 1e15 and abs(product - counts[step]) > 0.5:
+            if product < 1e15 and abs(product - recorded[step].documents) > 0.5:
                 different.append(step)
-    first, last = min(counts, default=1), max(counts, default=0)
-    recorded = {step for step in seen if step >= first}
-    if missing := sorted(recorded - counts.keys()):
-        found.problems.append(f"metrics.jsonl has {_steps(missing)} without documents")
-    if missing := sorted(counts.keys() - recorded - {last}):  # documents are written first
-        found.problems.append(f"documents.jsonl has {_steps(missing)} without metrics")
+    first, last = min(recorded, default=1), max(recorded, default=0)
+    known = {step for step in seen if step >= first}
+    if missing := sorted(known - recorded.keys()):
+        found.problems.append(f"metrics.jsonl has {_named('step', missing)} without documents")
+    if missing := sorted(recorded.keys() - known - {last}):  # documents are written first
+        found.problems.append(f"documents.jsonl has {_named('step', missing)} without metrics")
     if different:
-        found.problems.append(f"metrics.jsonl counts other numbers of documents in {_steps(different)}")
+        found.problems.append(
+            f"metrics.jsonl counts other numbers of documents in {_named('step', different)}"
+        )
     if skipped:
+        named = _named("step", sorted(skipped))
         found.notes.append(
-            f"skipped, by fp16 overflow or a spike: the documents of {_steps(sorted(skipped))} changed no weight"
+            f"skipped, by fp16 overflow or a spike: the documents of {named} changed no weight"
         )
 
 
-def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]], found: Audit) -> None:
+def _compare_checkpoints(run: RunDirectory, recorded: dict[int, _Recorded], found: Audit) -> None:
     """Compare positions and hashes that checkpoints saved with documents.jsonl, and say what a resume repeats."""
     steps = []
     for folder in run.complete_checkpoints():
@@ -352,15 +362,15 @@ def _compare_checkpoints(run: RunDirectory, positions: dict[int, tuple[int, int]
             found.problems.append(
                 f"documents.jsonl does not begin with what {folder.name} recorded: it was edited"
             )
-        if step in positions and place != positions[step]:
-            at, done = positions[step]
+        if step in recorded and place != recorded[step][:2]:
+            at, done, _ = recorded[step]
             found.problems.append(
                 f"{folder.name} resumes in epoch {place[0]} after {place[1]} steps, and documents.jsonl has epoch {at}"
                 f" after {done}"
             )
-    last = max(positions, default=0)
+    last = max(recorded, default=0)
     if steps and max(steps) < last:
-        later = _steps(list(range(max(steps) + 1, last + 1)))
+        later = _named("step", range(max(steps) + 1, last + 1))
         found.notes.append(
             f"after the last checkpoint: {later}; resuming cuts the record and trains them again"
         )
@@ -372,18 +382,10 @@ def _begins_with(path: Path, mark: dict[str, Any]) -> bool:
     return size is not None and begins_with(path, size, str(mark.get("sha256")))
 
 
-def _named(documents: Integers, count: int | None = None) -> str:
-    """`document 5`, or `7 documents (1, 2, 3, 4, 5, …)`; `documents` are some of `count`."""
-    count = len(documents) if count is None else count
-    shown = ", ".join(f"{document}" for document in documents[:MOST_NAMED].tolist())
+def _named(noun: str, numbers: Sequence[int] | Integers, count: int | None = None) -> str:
+    """`step 5`, or `7 steps (1, 2, 3, 4, 5, …)`; `numbers` are some of `count`."""
+    count = len(numbers) if count is None else count
+    shown = ", ".join(f"{number:,}" for number in numbers[:MOST_NAMED])
     if count == 1:
-        return f"document {shown}"
-    return f"{count:,} documents" + (f" ({shown}{', …' if count > MOST_NAMED else ''})" if shown else "")
-
-
-def _steps(steps: list[int]) -> str:
-    """`step 5`, or `7 steps (1, 2, 3, 4, 5, …)`."""
-    if len(steps) == 1:
-        return f"step {steps[0]:,}"
-    shown = ", ".join(f"{step:,}" for step in steps[:MOST_NAMED])
-    return f"{len(steps):,} steps ({shown}{', …' if len(steps) > MOST_NAMED else ''})"
+        return f"{noun} {shown}"
+    return f"{count:,} {noun}s" + (f" ({shown}{', …' if count > MOST_NAMED else ''})" if shown else "")

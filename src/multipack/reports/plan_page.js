@@ -21,7 +21,7 @@ add(page, "p", { class: "soft" }, data.headline);
 tiles(page, [["documents", whole(data.documents)], ["tokens", short(data.tokens)],
   [`packs, at least ${whole(data.minimum_packs)}`, whole(data.packs)], [`global steps, at least ${whole(data.minimum_steps)}`, whole(data.steps)],
   [`padding in random batches of ${data.batch_size}`, percent(1 - data.padded_share)],
-  ...(data.dropped ? [["documents dropped", whole(data.dropped)]] : []), ...(data.carried ? [["carried to the next epoch", whole(data.carried)]] : [])]);
+  ...(data.dropped_documents ? [["documents dropped", whole(data.dropped_documents)]] : []), ...(data.carried_documents ? [["carried to the next epoch", whole(data.carried_documents)]] : [])]);
 
 // Documents fall from padded batches into packs. The picture is a function of the time, 0 to 1.
 const total = (values) => values.reduce((a, b) => a + b, 0);

@@ -1,20 +1,23 @@
-"""Values of the pictures of a plan: packs beside padded batches, cost over ranks, lengths, measures."""
+"""Values of the pictures of a plan: packs beside padded batches, cost over ranks, lengths, measures; and its page."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import multipack
 from multipack.data.text.skipped import counted
 from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.items import SharedItems
 from multipack.planning.plan import Plan
 from multipack.planning.report import PlanReport, evenly_spaced
 from multipack.reports.trees import nodes_of, rows_of
+from multipack.reports.web_page import web_page
 
 Integers = NDArray[np.int64]
 
@@ -50,20 +53,10 @@ def plan_view(
     packs = f"{found.packs:,} packs of {made.capacity:,} tokens (at least {found.minimum_packs:,})"
     steps = f"{found.steps:,} steps (at least {found.minimum_steps:,})"
     ranks = counted(found.data_parallel_size, "ranks")
-    return {
+    return found.to_dict() | {
         "headline": f"{found.documents:,} documents in {packs}, {steps}, {ranks}",
         "capacity": made.capacity,
-        "packs_per_step": made.packs_per_step,
         "ranks": found.data_parallel_size,
-        "sync": found.sync,
-        "documents": found.documents,
-        "tokens": found.tokens,
-        "packs": found.packs,
-        "minimum_packs": found.minimum_packs,
-        "steps": found.steps,
-        "minimum_steps": found.minimum_steps,
-        "dropped": found.dropped_documents,
-        "carried": found.carried_documents,
         "padded_share": padded_share,
         "batch_size": batch_size,
         "blocks": _blocks(made, step, batch_size),
@@ -228,3 +221,15 @@ def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
 def nines(share: float) -> float:
     """A share on a scale on which 0, 0.9, 0.99, 0.999 and 0.9999 are equally far apart, from 0 to 1."""
     return min(-math.log10(max(1 - share, 1e-4)) / 4, 1.0)
+
+
+def plan_page(view: dict[str, Any], title: str, rows: Sequence[tuple[str, str]]) -> bytes:
+    """The HTML page of a plan: its picture, an animation of documents that fall into packs, and its report.
+
+    Args:
+        view: values of `plan_view`.
+        title: heading of the page.
+        rows: (name, text) of the plan's report.
+    """
+    more = {"title": title, "rows": rows, "made": f"multipack {multipack.__version__}"}
+    return web_page(f"{title} · multipack", "plan_page.js", view | more)

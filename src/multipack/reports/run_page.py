@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import multipack
 from multipack.atomic import write_atomically
@@ -33,19 +33,34 @@ PARTS = {
 }
 """Part of a step's time → its column."""
 PARTS_NOTE = "Seconds of the process that writes the log. Optimizer includes clipping and callbacks."
-CHARTS: list[tuple[str, str, bool, bool]] = [
-    ("lr", "learning rate", False, True),
-    ("grad_norm", "norm of the gradient, before clipping", False, True),
-    ("tps", "tokens per second, without padding", False, True),
-    ("mfu", "model FLOPs over the devices' peak, %", False, True),
-    ("padding", "padding: slots without a token", True, True),
-    ("cost_spread", "planned imbalance: slowest rank over mean, minus 1", True, True),
-    ("time_spread", "measured imbalance: slowest rank's forward seconds over mean, minus 1", True, True),
-    ("memory", "peak memory, GiB", False, True),
-    ("target_tokens", "targets of a step", False, True),
+
+
+class Chart(NamedTuple):
+    """A small chart of the page."""
+
+    key: str  # column of the metrics
+    title: str
+    percent: bool = False  # whether values are shown in percent
+    zero: bool = True  # whether the axis begins at 0
+
+
+CHARTS = [
+    Chart("lr", "learning rate"),
+    Chart("grad_norm", "norm of the gradient, before clipping"),
+    Chart("tps", "tokens per second, without padding"),
+    Chart("mfu", "model FLOPs over the devices' peak, %"),
+    Chart("padding", "padding: slots without a token", percent=True),
+    Chart("cost_spread", "planned imbalance: slowest rank over mean, minus 1", percent=True),
+    Chart(
+        "time_spread",
+        "measured imbalance: slowest rank's forward seconds over mean, minus 1",
+        percent=True,
+    ),
+    Chart("memory", "peak memory, GiB"),
+    Chart("target_tokens", "targets of a step"),
 ]
-"""(column, title, shown in percent, axis from 0) of each small chart; other metrics follow."""
-_SHOWN = {"step", "loss", "dt", *PARTS.values(), *(key for key, *_ in CHARTS)}
+"""Charts in their order; charts of other metrics follow."""
+_SHOWN = {"step", "loss", "dt", *PARTS.values(), *(chart.key for chart in CHARTS)}
 _HIDDEN = {"sps", "sps_per_device", "tps_per_device"}
 
 
@@ -92,10 +107,9 @@ def run_page(found: Sequence[RunData]) -> bytes:
         "mean_of": max(step_of),
         "validation": validation,
         "charts": [
-            {"key": key, "title": text, "percent": percent, "zero": zero}
-            for key, text, percent, zero in CHARTS
-        ]
-        + [{"key": key, "title": key.replace("_", " "), "percent": False, "zero": False} for key in own],
+            chart._asdict()
+            for chart in [*CHARTS, *(Chart(key, key.replace("_", " "), zero=False) for key in own)]
+        ],
         "evaluated": sorted(
             {name for each in found for name in each.evaluations.values} - {*validation, "step", "train_loss"}
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -110,9 +109,7 @@ class LiveRun:
         return Text(f"{step:,}/{total:,}{left}")
 
 
-def watch(
-    path: Path, seconds: float, once: bool, console: RichConsole, wait: Callable[[float], None] = time.sleep
-) -> None:
+def watch(path: Path, seconds: float, once: bool, console: RichConsole) -> None:
     """Show a run until its process has recorded its end; `once`: show it as it is now.
 
     Args:
@@ -120,7 +117,6 @@ def watch(
         seconds: time between two updates.
         once: print one frame.
         console: the terminal.
-        wait: sleeps; replaced in tests.
 
     Raises:
         FileNotFoundError: `path` is not a run directory.
@@ -133,5 +129,5 @@ def watch(
     with Live(shown.frame(*console.size, time.time()), console=console, auto_refresh=False) as live:
         while shown.update().end is None:
             live.update(shown.frame(*console.size, time.time()), refresh=True)
-            wait(seconds)
+            time.sleep(seconds)
         live.update(shown.frame(*console.size, time.time()), refresh=True)

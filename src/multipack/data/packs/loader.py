@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from multipack.data.packs.batch import PackedBatch
@@ -36,8 +36,8 @@ def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
         yield from items
         return
     executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    begun = deque(executor.submit(next, items, None) for _ in range(size))
     try:
-        begun = deque(executor.submit(next, items, None) for _ in range(size))
         while True:
             begun.append(executor.submit(next, items, None))
             item = begun.popleft().result()
@@ -45,8 +45,11 @@ def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
                 return
             yield item
     finally:
-        # Garbage collection may close the generator in the thread itself, which cannot wait for itself.
-        executor.shutdown(wait=not threading.current_thread().name.startswith(THREAD))
+        # Garbage collection may close the generator in the thread itself, which cannot wait for itself, or in one that
+        # holds a lock of `threading`, without which no thread can be joined.
+        executor.shutdown(wait=False)
+        if not threading.current_thread().name.startswith(THREAD):
+            wait(begun)
 
 
 class PackedLoader:

@@ -135,7 +135,7 @@ class ChatTemplate:
     ) -> set[str]:
         """Notes on a conversation, written as `parts`, that is not trained as it looks."""
         turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
-        found = {TOOL_CALLS} if self._leaves_out("tool_calls", messages, tools) else set[str]()
+        found = {TOOL_CALLS} if self._leaves_out_calls(messages, tools) else set[str]()
         if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
             found.add(EMPTY_ANSWER)
         ends = [[part.is_special for part in turn if part.text.strip()][-1:] for turn in turns]
@@ -143,16 +143,16 @@ class ChatTemplate:
             found.add(NO_END)
         return found
 
-    def _leaves_out(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether messages have values for `key`, and the template writes none of them."""
-        if not any(entry.get(key) for entry in messages):
+    def _leaves_out_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether messages call tools, and the template writes none of the calls."""
+        if not any(entry.get("tool_calls") for entry in messages):
             return False
-        without = [{name: value for name, value in entry.items() if name != key} for entry in messages]
+        without = [{key: value for key, value in entry.items() if key != "tool_calls"} for entry in messages]
         try:
             chats = [Chat(self, m, tools) for m in (messages, without)]
             written = self.write(chat.request() for chat in chats)
             texts = [chat.restore(chat.read(text)) for chat, text in zip(chats, written, strict=True)]
-        except ValueError:  # it refuses messages without these values, and so it reads them
+        except ValueError:  # it refuses messages without calls, and so it reads them
             return False
         return texts[0] == texts[1]
 

@@ -98,7 +98,7 @@ def fill_empty(placed: Integers, packs: int) -> None:
             placed[document] = empty.pop(0)
 
 
-def place(
+def place_documents(
     lengths: Integers,
     costs: Integers,
     packs: int,
@@ -130,7 +130,7 @@ def place_inside(
     capacity: int,
     max_documents: int,
 ) -> Integers:
-    """`place` on every rank: (documents,) pack of each document among the packs of its rank; −1 for none.
+    """`place_documents` on every rank: (documents,) pack of each document among the packs of its rank; −1 for none.
 
     `ranks` are the ranks of the documents, −1 for none.
     """
@@ -145,5 +145,5 @@ def place_inside(
     for rank in np.union1d(ranks[left], unused):
         own = order[offsets[rank] : offsets[rank + 1]]
         if len(own) > 1:
-            placed[own] = place(lengths[own], costs[own], packs, capacity, max_documents)
+            placed[own] = place_documents(lengths[own], costs[own], packs, capacity, max_documents)
     return placed
