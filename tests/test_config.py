@@ -496,18 +496,6 @@ def test_files_of_settings_that_would_exhaust_a_reader_are_refused(tmp_path):
             compose([f"config={name}"])
 
 
-def test_steps_need_a_pack_for_each_rank():
-    for words, processes, ranks in (
-        (["plan.packs_per_step=2"], 3, 3),
-        (["plan.packs_per_step=1", "parallel.tensor=2", "model=small"], 4, 2),
-    ):
-        with pytest.raises(ValueError, match=rf"plan\.packs_per_step.* at least {ranks}"):
-            check(compose(words), processes)
-        check(compose(["plan.micro_batches=1", *words[1:]]), processes)
-    with pytest.raises(ValueError, match=r"data\.readers=4 .* data\.readers=2"):
-        check(compose(["data.readers=4"]), 2)
-
-
 def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_saved_run_has_fewer(tmp_path):
     words = ["model=tiny", "model.layers=8", "plan.packs_per_step=3"]
     check(compose([*words, "parallel.pipeline=4"]), 4)
@@ -519,16 +507,6 @@ def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_saved_run_has_fewer(t
     check(compose_run([*resumed, "parallel.pipeline=2"]), 4)
     with pytest.raises(ValueError, match=r"\(interleaved\) needs 4 .* has 3: use parallel\.pipeline=1$"):
         check(compose_run([*resumed, "parallel.pipeline=2", "parallel.schedule=interleaved"]), 2)
-
-
-def test_aligned_packs_of_one_shape_that_ranks_cannot_divide_are_refused():
-    words = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.align=5", "parallel.tensor=2"]
-    check(compose(words), 2)  # packs end anywhere, and are filled up
-    with pytest.raises(
-        ValueError, match=r"plan\.align=5 leaves 255 slots .* use plan\.capacity=250, or plan\.align=2"
-    ):
-        check(compose([*words, "train.fixed_shape=true"]), 2)
-    check(compose([*words, "train.fixed_shape=true", "plan.capacity=250"]), 2)
 
 
 @pytest.mark.parametrize(("resume", "wider"), [("false", True), ("true", False)])

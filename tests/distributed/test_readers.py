@@ -17,7 +17,7 @@ from multipack.data.stores.writer import StoreWriter
 from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.data.views.documents import Documents
 from multipack.parallel.mesh import Mesh, build_mesh
-from multipack.parallel.parallel_config import ParallelConfig, check_readers
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.readers import ScatteredLoader, open_loader, opens_tokens
 from multipack.parallel.world import World
 
@@ -284,12 +284,6 @@ def test_ranks_that_read_together_make_a_group_without_the_others(monkeypatch, s
     assert all(
         made[member] == groups and rank in groups[0] for rank, groups in made.items() for member in groups[0]
     )
-
-
-def test_more_readers_than_ranks_are_refused():
-    check_readers(4, 4)
-    with pytest.raises(ValueError, match=r"data\.readers=5 of 4 .*data\.readers=4"):
-        check_readers(5, 4)
 
 
 def test_a_single_process_reads_for_itself(corpus):

@@ -13,7 +13,6 @@ from multipack.data.views.documents import Document
 from multipack.launch.held import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World
-from multipack.run import config_yaml
 from multipack.training import train as train_module
 from multipack.training.assemble import resolve
 from multipack.training.blueprint import open_engine
@@ -107,14 +106,6 @@ def test_packs_have_the_shape_that_the_run_chose(trainer):
     assert {batch.num_slots for batch in next(iter(run.feed)).micro_batches} == {run.config.plan.capacity}
 
 
-def test_booleans_of_yaml_files_are_choices(tmp_path):
-    (tmp_path / "a.yaml").write_text("train: {fixed_shape: true, compile: false, resume: false}\n")
-    train = compose([f"config={tmp_path / 'a.yaml'}"]).train
-    assert (train.fixed_shape, train.compile, train.resume) == ("true", "false", "false")
-    (tmp_path / "b.yaml").write_text(config_yaml(compose(["train.compile=true"])))
-    assert compose([f"config={tmp_path / 'b.yaml'}"]).train.compile == "true"
-
-
 def test_given_weights_have_their_own_learning_rate(resolved):
     start = "train.init_from=runs/a"
     for words, objective, lr in (
@@ -142,16 +133,7 @@ def test_the_header_states_what_the_run_does(trainer):
     rows = dict(header_rows(run))
     assert rows["learning rate"].endswith("the run ends before, with 0.0009 at step 6")
     assert rows["execution"] == "forward passes in fp32, packs padded to 256 slots, not compiled"
-    assert rows["evaluation"] == (
-        "before the first step, every 3 steps and after the last: up to 4 packs, with a sample of up to 4 tokens"
-    )
-    assert rows["checkpoints"] == "every 3 steps, at the end; kept: the newest 2"
     assert rows["parameters"].endswith(" in fp32")
-    assert dict(header_rows(trainer("train.eval_every=0")))["evaluation"] == "never"
-    kept = ("train.checkpoint_every=0", "train.keep_best=true", "train.keep_checkpoints=1")
-    assert dict(header_rows(trainer(*kept)))["checkpoints"] == (
-        "at the lowest validation loss so far, at the end; kept: the newest 1 and the best"
-    )
 
 
 def test_evaluations_longer_than_training_are_noted(trainer):
@@ -184,7 +166,7 @@ def test_one_process_offloads_to_its_host(finished, words, tmp_path, files, caps
 
 
 def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
-    monkeypatch.setattr(train_module, "compare_with_padding", lambda *_, **__: "measured")
+    monkeypatch.setattr("multipack.training.compare.compare_with_padding", lambda *_, **__: "measured")
     lines = []
 
     def measured(setting, source="stdlib", size=1, plan="plan"):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from multipack.run import RunDirectory
-from multipack.training.checks import check
-from multipack.training.run_config import compose, compose_run
+from multipack.training.run_config import compose_run
 from multipack.training.train import train
 
 SYSTEM = "You add numbers. Answer with the sum alone. "
@@ -64,36 +63,3 @@ def test_losses_equal_those_of_a_run_that_shares_nothing(base, tmp_path, pairs, 
     shared = losses([*words, f"data.share_prefixes={share}"], tmp_path / "shared")
     assert len(alone) == len(shared) >= 3
     np.testing.assert_allclose(shared, alone, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["plan.align=16"], r"plan\.align=16"),
-        (["parallel.context=2", "parallel.context_method=planned"], r"context_method=planned .*ulysses"),
-        (["parallel.context=2", "model.heads=1"], r"parallel\.context=2 \(ulysses\) .*model\.heads=1"),
-        (["model.rope_type=dynamic", "model.rope_factor=2", "model.context=64"], r"rope_type=dynamic"),
-        (
-            [
-                "model.rope_type=longrope",
-                "model.rope_factor=2",
-                "model.rope_context=64",
-                f"model.rope_factors=[{','.join('1' * 32)}]",
-            ],
-            r"rope_type=longrope .*plan\.capacity=64",
-        ),
-        (["data.min_prefix=0"], r"data\.min_prefix=0"),
-        (
-            ["data.source=store", "data.path=x", "data.stream=true"],
-            r"data\.share_prefixes=all .*data\.stream",
-        ),
-    ],
-)
-def test_what_cannot_share_is_refused_before_a_run(base, more, named):
-    kept = (
-        [word for word in base() if not word.startswith(("data=", "data.path"))]
-        if "data.stream=true" in more
-        else base()
-    )
-    with pytest.raises(ValueError, match=named):
-        check(compose([*kept, "data.share_prefixes=all", *more]), 2)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from multipack.training.schedule import learning_rate, rate_factor, schedule_text
+from multipack.training.optimizer import learning_rate, rate_factor, schedule_text
 from multipack.training.settings import OptimizerConfig
 
 

@@ -20,8 +20,8 @@ from multipack.training.apply import StopRequest
 from multipack.training.callbacks import spikes
 from multipack.training.callbacks.callback import NonFiniteLoss, RunStopped
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.feed import Validation
 from multipack.training.metrics import LEGEND
-from multipack.training.pack_loaders import Validation
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 

@@ -95,13 +95,7 @@ def build_engine(
     """
     files: MappedFiles | None = None
     if config.offload == "disk":
-        from multipack.parallel.mapped import MappedFiles, MappedOptimizer
-
-        files, plain = MappedFiles(config.offload_folder), optimizer
-
-        def optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-            return MappedOptimizer(plain(parameters), files)
-
+        optimizer, files = _on_disk(optimizer, config.offload_folder)
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
         # Every rank holds the whole model.
         with torch.device("meta") if blueprint.from_main else mesh.world.device:
@@ -220,6 +214,14 @@ def _apply_strategies(
             pin=config.offload == "cpu",
         )
     return model, share
+
+
+def _on_disk(factory: OptimizerFactory, folder: str) -> tuple[OptimizerFactory, MappedFiles]:
+    """The same optimizers with their states in files of a folder, and the files."""
+    from multipack.parallel.mapped import MappedFiles, MappedOptimizer
+
+    files = MappedFiles(folder)
+    return lambda parameters: MappedOptimizer(factory(parameters), files), files
 
 
 def _optimizer(

@@ -358,19 +358,6 @@ class ParallelConfig:
         return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)
 
 
-def check_readers(readers: int, data_size: int) -> None:
-    """Check `data.readers` against the number of data-parallel ranks.
-
-    Raises:
-        ValueError: `readers` is negative or exceeds `data_size`; the message names the maximum.
-    """
-    if not 0 <= readers <= data_size:
-        raise ValueError(
-            f"data.readers={readers} of {data_size} data-parallel ranks: at most data.readers={data_size}, or 0: every"
-            " rank reads its own"
-        )
-
-
 def _divisors(size: int) -> list[int]:
     return [n for n in range(1, size + 1) if size % n == 0]
 

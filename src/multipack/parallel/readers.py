@@ -35,7 +35,7 @@ FIELDS = "fields"
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
-    """Whether this rank reads the tokens of training documents from storage; see `check_readers`."""
+    """Whether this rank reads the tokens of training documents from storage."""
     return not readers or (mesh.is_replica_leader and _reader_of(mesh, readers) == mesh.data_rank)
 
 

@@ -28,9 +28,9 @@ from multipack.training.assemble import Parts
 from multipack.training.callbacks.callback import Callback, NonFiniteLoss
 from multipack.training.feed import Feed, StepData
 from multipack.training.metrics import LEGEND, step_metrics
+from multipack.training.optimizer import learning_rate, rate_factor
 from multipack.training.precision import mean_peak
 from multipack.training.run_config import Config
-from multipack.training.schedule import learning_rate, rate_factor
 
 Marks = tuple[Any, Any]
 """Two marks of a device's clock."""

@@ -36,9 +36,8 @@ from multipack.shapes import ModelShape
 from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callback, Callbacks
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed, Feed
+from multipack.training.feed import EpochFeed, Feed, PackLoaders, Validation
 from multipack.training.objective import Objective
-from multipack.training.pack_loaders import PackLoaders, Validation
 from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
 from multipack.training.run_config import Config, saved_shape
 from multipack.training.run_files import RunFiles
@@ -137,7 +136,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     config, mesh, resumed = opening.config, opening.mesh, opening.resumed
     corpus = read_documents(config, mesh, console)
     start = find_start(config, corpus, resumed, world)
-    model = open_model(config, corpus, start, mesh, clock, resumed)
+    model = open_model(config, corpus, start, mesh, clock)
     config, engine = model.config, model.engine
     with console.notice(PLANNING):
         feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
@@ -247,17 +246,22 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
     return packs, notes
 
 
+def opens_documents(config: Config, mesh: Mesh) -> bool:
+    """Whether this rank reads tokens from storage: with `data.readers` only some do."""
+    if not config.data.readers:
+        return True
+    from multipack.parallel.readers import opens_tokens
+
+    return opens_tokens(mesh, config.data.readers)
+
+
 def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     """The documents of the run; tokenized first, if necessary.
 
     Raises:
         ValueError: see `load_corpus`; or the prompt of samples has no tokens.
     """
-    reads = True
-    if config.data.readers:
-        from multipack.parallel.readers import opens_tokens
-
-        reads = opens_tokens(mesh, config.data.readers)
+    reads = opens_documents(config, mesh)
     with console.progress("reading documents") as advance:
         corpus = load_corpus(
             config.data,
@@ -317,7 +321,6 @@ def open_model(
     start: Start,
     mesh: Mesh,
     clock: Callable[[], float],
-    resumed: Checkpoint | None = None,
 ) -> OpenModel:
     """Resolve the settings, and open the engine of the model that they describe; collective.
 
@@ -325,13 +328,15 @@ def open_model(
         ValueError: settings do not suit the documents, the device or the ranks.
     """
     # Again, now that the vocabulary is known: tensor parallelism divides it.
-    config.parallel.check(start.shape, mesh.world.size, config.plan.capacity, resumed=resumed is not None)
+    config.parallel.check(
+        start.shape, mesh.world.size, config.plan.capacity, resumed=config.train.resume != "false"
+    )
     packs, notes = packs_per_step(config, mesh)
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
     objective, dtype = objective_of(config, corpus), DTYPES[config.train.dtype]
     engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
-    cost_model = run_cost(config, start.shape, resumed)
+    cost_model = CostModel.from_shape(start.shape, adapter=config.adapter)
     return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
 
 
@@ -342,19 +347,6 @@ def objective_of(config: Config, corpus: Corpus) -> Objective:
     from multipack.training.preferences import Preferences
 
     return Preferences(config, corpus)
-
-
-def run_cost(config: Config, shape: ModelShape, checkpoint: Checkpoint | None = None) -> CostModel:
-    """The cost that a run plans with: FLOPs of its shape and of its trained matrices.
-
-    Earlier versions planned runs with adapters as if all matrices were trained; a resumed run keeps this plan.
-    """
-    adapter = config.adapter if config.adapter.name != "none" else None
-    cost, whole = CostModel.from_shape(shape, adapter=adapter), CostModel.from_shape(shape)
-    saved = checkpoint.progress.get("data") if checkpoint else None
-    options = saved.get("options") if isinstance(saved, dict) else None
-    was_whole = isinstance(options, dict) and options.get("cost") == whole.key()
-    return replace(whole, adapter=adapter) if was_whole else cost
 
 
 def shape_of(

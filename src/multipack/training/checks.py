@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
-from multipack.parallel.parallel_config import ParallelConfig, check_readers
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import check_item_options
 from multipack.training.run_config import Config
@@ -119,6 +119,11 @@ RULES = (
 
 OF_RANKS = (
     Refusal(
+        lambda run: run.data.readers > run.ranks,
+        "data.readers={data.readers} of {ranks} data-parallel ranks: at most data.readers={ranks}, or 0: every rank"
+        " reads its own",
+    ),
+    Refusal(
         lambda run: run.resumes and run.plan.micro_batches and run.packs not in (run.given, run.fitting),
         "plan.micro_batches={plan.micro_batches} on {named_ranks} makes {named_given} a step, and the steps of the"
         " resumed run have {packs}: leave it out",
@@ -201,7 +206,6 @@ def check(config: Config, processes: int) -> None:
         check_shape(config, run.foreign)
     parallel.check(config.model, processes, config.plan.capacity, config.train.dtype, resumes)
     config.adapter.check_blocks(config.model, parallel.tensor)
-    check_readers(config.data.readers, parallel.data_size(processes))
     if run.shares:
         check_item_options(config.plan, f"data.share_prefixes={config.data.share_prefixes}")
     check_optimizer(config.optimizer.name, parallel)

@@ -20,19 +20,26 @@ from typing import Any
 
 from multipack.atomic import read_file
 from multipack.data.text.data_config import RECORDS
-from multipack.data.views.corpus import Corpus, load_corpus, load_sets, sets_of
+from multipack.data.views.corpus import Corpus, load_sets, sets_of
 from multipack.hub import model_folder
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.ranks import find_ranks
-from multipack.parallel.readers import opens_tokens
 from multipack.parallel.world import World
 from multipack.planning.options import check_choice
 from multipack.reports.console import Console
 from multipack.run import STATE, is_export, weights_folder
-from multipack.training.assemble import Start, objective_of, open_model, run_world, shape_of
+from multipack.training.assemble import (
+    Start,
+    objective_of,
+    open_model,
+    opens_documents,
+    read_documents,
+    run_world,
+    shape_of,
+)
 from multipack.training.checks import check
+from multipack.training.feed import PackLoaders
 from multipack.training.other_names import translate
-from multipack.training.pack_loaders import PackLoaders
 from multipack.training.preferences import Preferences
 from multipack.training.run_config import Config, compose, initial_model, resolve_weights
 from multipack.training.settings import PreferenceConfig
@@ -223,13 +230,13 @@ def _evaluate(
 def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corpus:
     """The documents to evaluate, as the validation documents of a corpus."""
     config, folder = request.config, request.checkpoint
-    reads, limit = opens_tokens(mesh, config.data.readers), config.document_limit
-    with console.progress("reading documents") as advance:
-        if folder is None:
-            config.data.check()
-            sets = sets_of(config.data)
-            return load_sets(sets, config.tokenizer, limit=limit, progress=advance, reads=reads)
-        corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=advance, reads=reads)
+    if folder is None:
+        sets, reads = sets_of(config.data), opens_documents(config, mesh)
+        with console.progress("reading documents") as advance:
+            return load_sets(
+                sets, config.tokenizer, limit=config.document_limit, progress=advance, reads=reads
+            )
+    corpus = read_documents(config, mesh, console)
     if not len(corpus.validation):
         raise ValueError(
             f"{request.path} keeps no validation documents: name others, such as data.path=test.jsonl"

@@ -38,9 +38,7 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
         ValueError: the family or a setting is not supported, the files are damaged or do not match each other, or the
             device is not available.
     """
-    where = _device(device)
-    trained = find_weights(model_folder(str(path), "load_model"))
-    return build_decoder(trained.shape, trained.state()).to(where)
+    return _load(path, device, "load_model")[0]
 
 
 def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
@@ -50,15 +48,20 @@ def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         FileNotFoundError: there is no model, run or complete checkpoint at `path`.
         ValueError: see `load_model`; or there is no tokenizer.
     """
-    where = _device(device)
-    trained = find_weights(model_folder(str(path), "RUN"))
-    if trained.tokenizer is None:
+    model, tokenizer = _load(path, device, "RUN")
+    if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
+    return model, tokenizer
+
+
+def _load(path: Path | str, device: str, setting: str) -> tuple[Decoder, Tokenizer | None]:
+    where = _device(device)  # checked before anything is read
+    trained = find_weights(model_folder(str(path), setting))
     return build_decoder(trained.shape, trained.state()).to(where), trained.tokenizer
 
 
 def _device(device: str) -> torch.device:
-    """The device, checked before anything is loaded."""
+    """The device of this name; `ValueError` if it cannot be used here."""
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(1, device=automatic if device == "auto" else device).device

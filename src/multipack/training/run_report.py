@@ -25,11 +25,9 @@ from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
 from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
-from multipack.training.optimizer import meta_parameters, optimizer_text
+from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
-from multipack.training.schedule import schedule_text
-from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -225,8 +223,6 @@ def header_rows(run: Trainer) -> Rows:
         ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
         ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
-        ("evaluation", _evaluation(run)),
-        ("checkpoints", _checkpoints(config.train)),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
         ("corpus hash", run.corpus.corpus_hash[:16]),
@@ -290,27 +286,6 @@ def _execution(config: Config) -> str:
     parts += [f"activation checkpointing: {train.recompute}"] if train.recompute != "none" else []
     parts += [f"{train.tiles} tiles"] if train.tiles > 1 else []
     return ", ".join(parts + ["deterministic"] * train.deterministic)
-
-
-def _evaluation(run: Trainer) -> str:
-    """One line on evaluation: its steps, packs and sample."""
-    train, feeds = run.config.train, run.feeds
-    if feeds.validation is None:
-        return "never"
-    packs = feeds.validation.steps * run.config.plan.packs_per_step
-    when = f"before the first step, every {train.eval_every} steps and after the last"
-    sampled = train.sample_tokens if run.engine.is_whole else 0
-    sample = f", with a sample of up to {sampled} tokens" if sampled else ""
-    return f"{when}: up to {packs:,} packs{sample}"
-
-
-def _checkpoints(train: TrainConfig) -> str:
-    """One line on checkpoints: the steps that are saved, and the number that is kept."""
-    when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
-    when += ["at the lowest validation loss so far"] if train.keep_best else []
-    kept = f"the newest {train.keep_checkpoints}" if train.keep_checkpoints else "all"
-    beside = " and the best" if train.keep_best and train.keep_checkpoints else ""
-    return f"{', '.join([*when, 'at the end'])}; kept: {kept}{beside}"
 
 
 def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from typing import Any, Literal, NamedTuple
 
-from multipack.data.text.alpaca import alpaca_prompt
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import BrokenRecord, Found, Message, Skip, SourceDocument, TextPart
@@ -333,6 +332,8 @@ class RecordReader:
         if template is None:
             prompt = [TextPart(text + config.between, False) for text in context]
             if form.name == "alpaca":
+                from multipack.data.text.alpaca import alpaca_prompt
+
                 prompt = alpaca_prompt(config.alpaca_prompt, *context)
             parts = [(*prompt, TextPart(answer, True)) for answer in answers]
             return [], lambda _: self._found(name, parts, weight, notes, takes_end=True)

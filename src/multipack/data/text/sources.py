@@ -25,7 +25,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from multipack.data.text import stdlib
 from multipack.data.text.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.text.records import Entry, RecordForm, RecordReader, without_nulls
 from multipack.data.text.skipped import MOST_PLACES, Noted, grouped
@@ -100,7 +99,9 @@ class Source:
                 f"data.source={config.source}: {place} is already tokenized; there is no text to read"
             )
         if config.source == "stdlib":
-            root, names = stdlib.library_files()
+            from multipack.data.text.stdlib import library_files
+
+            root, names = library_files()
             self.name = f"Python {platform.python_version()} standard library"
         else:
             root, names, self._ignored = find_files(config.path, SUFFIXES[config.source])
@@ -271,7 +272,9 @@ def open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
 
 def read_stdlib(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Documented functions of the standard library; files that this Python cannot parse are skipped."""
-    pairs = stdlib.parse_file(file.path)
+    from multipack.data.text.stdlib import parse_file
+
+    pairs = parse_file(file.path)
     if pairs is None:
         yield Skip("files that do not parse", file.name)
     for name, prompt, completion in pairs or ():
