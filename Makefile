@@ -73,7 +73,7 @@ dist:
 		&& empty/bin/multipack plan lengths.npy plan.capacity=4096
 
 bench: $(VENV)/.installed-dev
-	for script in attention draws precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in attention draws precision padding overhead planning prepare integrations parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 # Installs nothing: without .venv it runs on $(PYTHON), which must have torch and multipack's other dependencies.
 gpu-check:

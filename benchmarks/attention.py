@@ -2,7 +2,6 @@
 
     python benchmarks/attention.py                                     # CPU, float32, one thread
     python benchmarks/attention.py --device cuda --dtype bfloat16 --tokens 32768 --documents 88 --heads 32 --kv-heads 8
-    python benchmarks/attention.py --window 256
 
 Everything alternates in one run, and the ratios are medians over repetitions: to the row that `auto` chooses. On a
 CPU the clock is this process's CPU time; on a GPU it is the device's own.
@@ -35,10 +34,8 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "heads": (8, "H"),
     "kv-heads": (0, "K; 0 = H"),
     "head-width": (64, "D"),
-    "window": (0, "tokens that each position sees; 0 = its document"),
     "repeats": (5, "timed repetitions, after those that are not"),
     "threads": (1, "threads of torch"),
-    "seed": (0, "of lengths and tensors"),
 }
 
 
@@ -51,9 +48,9 @@ class Way:
     run: Callable[..., Tensor]
 
 
-def draw_lengths(tokens: int, documents: int, pad_factor: float, seed: int) -> list[int]:
+def draw_lengths(tokens: int, documents: int, pad_factor: float) -> list[int]:
     """Lognormal lengths that sum to `tokens` and whose longest is about pad_factor × their mean."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     for _ in range(100_000):
         weights = generator.lognormal(0.0, 0.7, documents)
         lengths = np.maximum(1, np.floor(weights / weights.sum() * tokens)).astype(np.int64)
@@ -68,7 +65,7 @@ def padded_slots(lengths: list[int]) -> Tensor:
     return torch.cat([row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)])
 
 
-def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, without: list[str]) -> list[Way]:
+def make_ways(inputs: list[Tensor], lengths: list[int], without: list[str]) -> list[Way]:
     """Every row of the table that takes these inputs, and padded rows; the one that `auto` chooses comes first."""
     q = inputs[0]
     none = np.zeros((0, 2), dtype=np.int64)
@@ -81,13 +78,13 @@ def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, with
     ]
     first = select("auto", q).name
     ways = [
-        Way(name, inputs, partial(attention, batch=packed, backend=name, window=window))
+        Way(name, inputs, partial(attention, batch=packed, backend=name))
         for name in sorted(names, key=lambda name: name != first)
     ]
     slots = padded_slots(lengths).to(q.device)
     size = padded.num_slots
     rows = [x.new_zeros(size, *x.shape[1:]).index_copy(0, slots, x.detach()).requires_grad_() for x in inputs]
-    return [*ways, Way("padded", rows, partial(attention, batch=padded, backend="loop", window=window))]
+    return [*ways, Way("padded", rows, partial(attention, batch=padded, backend="loop"))]
 
 
 def call(way: Way, backward: bool) -> None:
@@ -133,16 +130,16 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(0)
     device = torch.device(options.device)
-    lengths = draw_lengths(options.tokens, options.documents, options.pad_factor, options.seed)
+    lengths = draw_lengths(options.tokens, options.documents, options.pad_factor)
     counts = (options.heads, *[options.kv_heads or options.heads] * 2)
     dtype = getattr(torch, options.dtype)
     inputs = [
         torch.randn(options.tokens, count, options.head_width).to(device, dtype).requires_grad_()
         for count in counts
     ]
-    ways = make_ways(inputs, lengths, options.window or None, options.without)
+    ways = make_ways(inputs, lengths, options.without)
     on_gpu = device.type == "cuda"
     result = {
         "device": device_name(options.device),
@@ -161,11 +158,10 @@ def main() -> None:
 
 
 def print_table(result: dict) -> None:
-    window = f", window {result['window']}" if result["window"] else ""
     print(
         f"{result['device']}: {result['tokens']:,} tokens, {result['documents']} documents,"
         f" longest {result['longest']:,}, mean {result['mean']:.0f}, pad factor {result['pad_factor']:.2f};"
-        f" H={result['heads']}, K={result['kv_heads']}, D={result['head_width']}{window},"
+        f" H={result['heads']}, K={result['kv_heads']}, D={result['head_width']},"
         f" {result['dtype']}, {result['threads']} thread(s)"
     )
     print(f"{'':10}{'forward':>24}{'forward + backward':>28}{'difference':>14}")

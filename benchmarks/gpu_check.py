@@ -52,29 +52,23 @@ def module_part(name: str, limit: float, module: str, *arguments: str) -> Part:
 
 
 ATTENTION = (
+    *("attention.py", "--device", "{device}", "--out", "{out}"),
     *("--tokens", "8192", "--documents", "18", "--pad-factor", "4", "--heads", "32", "--kv-heads", "8"),
     *("--dtype", "bfloat16", "--without", "dense"),
 )
 SMALL_ATTENTION = (
+    *("attention.py", "--device", "{device}", "--out", "{out}"),
     *("--tokens", "256", "--documents", "4", "--pad-factor", "2", "--heads", "2", "--kv-heads", "1"),
     *("--dtype", "float32", "--repeats", "1"),
 )
 BENCHES = (
-    Part(
-        "attention",
-        180,
-        ("attention.py", "--device", "{device}", "--out", "{out}", *ATTENTION),
-        SMALL_ATTENTION,
-    ),
-    module_part("bounds", 90, "bounds"),
-    module_part("loss", 90, "loss"),
+    Part("attention", 180, ATTENTION, SMALL_ATTENTION),
     *(
         module_part(f"llama-{way}", 200, "llama", "--way", way)
         for way in ("eager", "compiled", "fixed", "automatic")
     ),
     module_part("gpt2", 300, "gpt2"),
     module_part("padding", 240, "padding"),
-    module_part("saving", 120, "saving"),
     module_part("trace", 200, "trace"),
 )
 TEST_LIMIT = 600.0
@@ -150,9 +144,7 @@ def run_parts(parts: Sequence[Part], device: str, small: bool, out: Path) -> lis
         row = rows[part.name] = run_part(part, device, small, out)
         print(f"{row['state']:12}{row['seconds']:>7.1f} s  {row['last_line'][:100]}", flush=True)
         content = {"device": device, "small": small, "parts": list(rows.values())}
-        partial = summary.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(summary)
+        summary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for row in rows.values():
         for each in row["asked"]:
             sign = -1 if each.get("at_most") else 1

@@ -13,18 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multipack.shapes import ModelShape
 from planning_tables.lengths import ABSENT, load
 from planning_tables.table import Table, missing
 
 Integers = NDArray[np.int64]
 
 SETS = {"instructlab": "instructlab_sdg_24k", "natural_instructions": "natural_instructions_193k"}
-SHAPE = ModelShape(layers=2, heads=4, d_model=256, d_ff=704, vocabulary_size=2056)
+MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": 2056}
+"""Fields of the configuration of a Llama, beside 4 heads."""
 LONGEST = 1024
 """Longer documents are left out of every run: 0.2 % of either set."""
 WAYS = ("multipack", "TRL bfd", "padded", "group_by_length")
-PACKED = ("multipack", "multipack, sdpa", "TRL bfd")
 
 
 @dataclass
@@ -65,36 +64,13 @@ class Speed:
         return self.tokens / self.seconds
 
 
-def llama(shape: ModelShape) -> Any:
+def llama(fields: dict[str, int]) -> Any:
     """A Llama of transformers with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_ff,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary_size,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=8192,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def pad(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows padded to the longest, as conventional collators make them."""
-    width = max(len(feature["input_ids"]) for feature in features)
-    padded = [feature["input_ids"] + [-1] * (width - len(feature["input_ids"])) for feature in features]
-    ids = torch.tensor(padded)
-    mask = (ids >= 0).long()
-    ids = ids.clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(**fields, **special, num_attention_heads=4, use_cache=False))
 
 
 def tokenizer_of(tokens: int) -> Any:
@@ -108,14 +84,19 @@ def tokenizer_of(tokens: int) -> Any:
 
 
 def run(
-    way: str, documents: list[list[int]], shape: ModelShape, slots: int, rows: int, clock: Callable[[], float]
+    way: str,
+    documents: list[list[int]],
+    fields: dict[str, int],
+    slots: int,
+    rows: int,
+    clock: Callable[[], float],
 ) -> Speed:
     """An epoch of fp32 training with AdamW and clipping.
 
     Args:
-        way: one of `WAYS` or `PACKED`. `multipack, sdpa`: with the attention of transformers.
+        way: one of `WAYS`.
         documents: their tokens, in the order of group_by_length.
-        shape: the model's.
+        fields: of the model's configuration.
         slots: of a row of packs.
         rows: documents of a padded batch.
         clock: what to time with.
@@ -133,7 +114,7 @@ def run(
 
     dataset = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(way, llama(shape), dataset, slots, rows, folder)
+        trainer = _trainer(way, llama(fields), dataset, slots, rows, folder)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Ends())
         collate = trainer.data_collator
@@ -149,29 +130,21 @@ def run(
 
 def _trainer(way: str, model: Any, dataset: Any, slots: int, rows: int, folder: str) -> Any:
     from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainingArguments
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *given: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
-    common: dict[str, Any] = {"output_dir": folder, "num_train_epochs": 1, "save_strategy": "no"}
-    common |= {
-        "report_to": [],
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
-    common |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "gradient_checkpointing": False}
-    if way.startswith("multipack"):
+    common: dict[str, Any] = {"output_dir": folder, "num_train_epochs": 1, "learning_rate": 1e-3}
+    common |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    common |= {"report_to": [], "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
+    if way == "multipack":
         from multipack.integrations.transformers import PackedTrainer
 
         arguments = TrainingArguments(**common, per_device_train_batch_size=1)
-        attention = False if way.endswith("sdpa") else None
-        return PackedTrainer(
-            model, arguments, train_dataset=dataset, capacity=slots, packed_attention=attention
-        )
+        return PackedTrainer(model, arguments, train_dataset=dataset, capacity=slots)
+    tokenizer = tokenizer_of(model.config.vocab_size)
     if way == "TRL bfd":
         from trl import SFTConfig, SFTTrainer
 
@@ -180,11 +153,12 @@ def _trainer(way: str, model: Any, dataset: Any, slots: int, rows: int, folder: 
             model,
             args=SFTConfig(**common, **packing, per_device_train_batch_size=1),
             train_dataset=dataset,
-            processing_class=tokenizer_of(model.config.vocab_size),
+            processing_class=tokenizer,
         )
     arguments = TrainingArguments(**common, per_device_train_batch_size=rows)
     host = InOrder if way == "group_by_length" else Trainer
-    return host(model, arguments, data_collator=pad, train_dataset=dataset)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # rows padded to the longest
+    return host(model, arguments, data_collator=collate, train_dataset=dataset)
 
 
 def grouped(lengths: Integers, rows: int) -> Integers:
@@ -240,21 +214,18 @@ class Sample:
         chosen = np.random.default_rng(2).permutation(chosen)
         draw = np.random.default_rng(0)
         ids = [
-            draw.integers(2, SHAPE.vocabulary_size, int(length)).tolist()
-            for length in batches[chosen].ravel()
+            draw.integers(2, MODEL["vocab_size"], int(length)).tolist() for length in batches[chosen].ravel()
         ]
         return cls(ids, rows)
 
 
-def compare(
-    sample: Sample, ways: tuple[str, ...], slots: int, rounds: int, shape: ModelShape
-) -> dict[str, Any]:
+def compare(sample: Sample, slots: int, rounds: int) -> dict[str, Any]:
     """Way → its speeds, one a round; every second round in the opposite order."""
-    speeds: dict[str, list[Speed]] = {way: [] for way in ways}
+    speeds: dict[str, list[Speed]] = {way: [] for way in WAYS}
     for number in range(rounds):
-        for way in ways[:: -1 if number % 2 else 1]:
+        for way in WAYS[:: -1 if number % 2 else 1]:
             rows = sample.rows.get(way, 1)
-            speeds[way].append(run(way, sample.documents, shape, slots, rows, time.process_time))
+            speeds[way].append(run(way, sample.documents, MODEL, slots, rows, time.process_time))
     return speeds
 
 
@@ -277,15 +248,13 @@ COLUMNS = {
 }
 
 
-def fill(
-    table: Table, name: str, slots: int, ways: tuple[str, ...], count: int, rounds: int
-) -> dict[str, float]:
+def fill(table: Table, name: str, slots: int, count: int, rounds: int) -> dict[str, float]:
     """Add the rows of a set; way → how often ours is as fast. Nothing where the set is not there."""
     sample = Sample.of(name, count, slots)
     if sample is None:
         table.notes.append(f"{name} {ABSENT}")
         return {}
-    speeds = compare(sample, ways, slots, rounds, SHAPE)
+    speeds = compare(sample, slots, rounds)
     for way, found in speeds.items():
         one = found[0]
         table.row(
@@ -304,25 +273,10 @@ def hosts_table(quick: bool) -> Table:
     if note := missing("transformers", "accelerate", "trl", "datasets"):
         made.notes.append(note)
         return made
-    found = {name: fill(made, name, slots, WAYS, *((24, 1) if quick else (144, 3))) for name in SETS}
+    found = {name: fill(made, name, slots, *((24, 1) if quick else (144, 3))) for name in SETS}
     for way in WAYS[1:]:
         reached = {name: ratios[way] for name, ratios in found.items() if ratios}
         worst = min(reached, key=reached.__getitem__, default=None)
         least = 1.5 if way == "TRL bfd" else 1.0
         made.at_least(f"real tokens/s over {way}", reached.get(worst), least, ".2f", worst or "")
-    return made
-
-
-def capacities_table(quick: bool) -> Table:
-    """Packed rows of other capacities, with our attention and with that of transformers."""
-    made = Table("capacities", "packed rows of other capacities, with and without our attention", COLUMNS)
-    if note := missing("transformers", "accelerate", "trl", "datasets"):
-        made.notes.append(note)
-        return made
-    least = [
-        fill(made, "instructlab", slots, PACKED, 24 if quick else 144, 1).get("TRL bfd")
-        for slots in ((512,) if quick else (1024, 4096))
-    ]
-    known = [found for found in least if found is not None]
-    made.at_least("real tokens/s over TRL bfd, any capacity", min(known, default=None), 1.0, ".2f")
     return made

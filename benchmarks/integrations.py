@@ -1,6 +1,6 @@
 """This package inside transformers, beside transformers alone.
 
-    python benchmarks/integrations.py            about eight minutes
+    python benchmarks/integrations.py            about seven minutes
     python benchmarks/integrations.py --quick    less of everything, for a look
 
 attention   forward and backward pass of tiny decoders on one packed row of 8 documents, with the attention function
@@ -10,11 +10,8 @@ hosts       real tokens per second of an epoch of the same documents: `PackedTra
             "bfd", transformers' Trainer on padded rows, random ones and those of group_by_length; rows of padded
             batches are as many as fill the slots of a pack. Medians of the rounds, after the first step of each run.
             The documents are whole batches of group_by_length over the set, so that it pads no more than there
-capacities  packed rows of other capacities, with our attention and with that of transformers
-collation   `PackedDataCollator` beside transformers' `DataCollatorWithFlattening`, the least of many calls
-start-up    fresh processes: wall seconds, median of several
 
-Ways alternate in one run. All but the last are CPU seconds of one thread. Results go to results/integrations.json.
+Ways alternate in one run. All are CPU seconds of one thread. Results go to results/integrations.json.
 """
 
 from __future__ import annotations
@@ -24,24 +21,19 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: CPU seconds of one thread
 
 import logging
-import subprocess
-import sys
 import time
 import warnings
-from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from host_runs import capacities_table, hosts_table
+from host_runs import hosts_table
 from multipack.integrations.attention_interface import register
-from multipack.integrations.collator import PackedDataCollator
 from planning_tables.command import Suite
-from planning_tables.table import Table, cpu_seconds, markdown, missing
+from planning_tables.table import Table, markdown
 
 DOCUMENTS = 8
 SHAPE = {
@@ -126,62 +118,6 @@ def attention_table(quick: bool) -> Table:
     return table
 
 
-def collation_table(quick: bool) -> Table:
-    """Documents of a data set made a row by either collator."""
-    columns = {"documents": "", "features": "", "labels": "", "transformers ms": ".2f", "multipack ms": ".2f"}
-    table = Table("collation", "lists of documents made a row", columns | {"times faster": ".1f"})
-    if note := missing("transformers"):
-        table.notes.append(note)
-        return table
-    from transformers import DataCollatorWithFlattening
-
-    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    makers = {"lists": np.ndarray.tolist, "numpy": np.ndarray.copy, "torch": torch.tensor}
-    for count, mean in ((100, 80), (8, 1000)):
-        draw = np.random.default_rng(0)
-        documents = [draw.integers(2, 30_000, draw.integers(mean // 2, 3 * mean // 2)) for _ in range(count)]
-        for (kind, make), labeled in product(makers.items(), (False, True)):
-            names = ("input_ids", "labels") if labeled else ("input_ids",)
-            features = [{name: make(tokens) for name in names} for tokens in documents]
-            least = {}
-            for _ in range(3 if quick else 50):
-                for way, collate in (("transformers", theirs), ("multipack", PackedDataCollator())):
-                    spent, _ = cpu_seconds(lambda: collate(features), 1)  # noqa: B023
-                    least[way] = min(least.get(way, torch.inf), 1e3 * spent)
-            times = least["transformers"], least["multipack"]
-            given = "given" if labeled else "–"
-            table.row(f"{count} of about {mean:,}", kind, given, *times, times[0] / times[1])
-    table.at_least("collation, times faster", min(row[-1] for row in table.rows), 2, ".1f")
-    return table
-
-
-COMMANDS = {
-    "python -c pass": ("-c", "pass"),
-    "import multipack": ("-c", "import multipack"),
-    "multipack --help": ("-m", "multipack", "--help"),
-    "import torch": ("-c", "import torch"),
-}
-
-
-def start_up_table(quick: bool) -> Table:
-    """Fresh processes, by turns."""
-    table = Table("start-up", "fresh processes", {"command": "", "wall s": ".3f", "CPU s": ".3f"})
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
-    for _ in range(1 if quick else 9):
-        for name, words in COMMANDS.items():
-            spent, began = os.times(), time.perf_counter()
-            subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-            wall, now = time.perf_counter() - began, os.times()
-            cpu = now.children_user + now.children_system - spent.children_user - spent.children_system
-            found[name].append((wall, cpu))
-    medians = {name: np.median(figures, axis=0).tolist() for name, figures in found.items()}
-    for name, figures in medians.items():
-        table.row(name, *figures)
-    for name, most in (("import multipack", 0.25), ("multipack --help", 0.5)):
-        table.at_most(f"{name}, wall s", medians[name][0], most, ".3f")
-    return table
-
-
 class HostsPage(Suite):
     """Writes the short table of docs/hosts.md."""
 
@@ -202,9 +138,6 @@ SUITE = HostsPage(
     {
         "attention": attention_table,
         "hosts": hosts_table,
-        "capacities": capacities_table,
-        "collation": collation_table,
-        "start-up": start_up_table,
     },
     lambda machine: f"Measured on {machine['cpu']}, one thread.",
     document="hosts",

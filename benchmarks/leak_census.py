@@ -13,20 +13,24 @@ and, where packed documents leak, once more with `returns="4d_mask"`. An archite
 checked in another way: gradients of one document's logits with respect to the embeddings of the others must be exactly
 0. Those where they are not are silent leaks.
 
-Models run in a child process with limits of time and memory for each; where it dies, the next model gets a new one.
+Each model runs in a child process, with limits of time and memory.
 """
 
 from __future__ import annotations
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers
+
 import contextlib
 import json
-import os
 import resource
-import select
-import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -42,7 +46,6 @@ PAGE = DOCS / "leak-census.md"
 SECONDS, BYTES, PARAMETERS = 60, 12 << 30, 20_000_000
 """Limits of each model."""
 ATTENTIONS = ("eager", "sdpa", "multipack")
-MARK = "@@ "
 
 
 # --- one architecture, in the child process -----------------------------------------------------------
@@ -93,9 +96,8 @@ def gradient_leak(model: Any, make_batch: Any) -> bool:
 def row_of(name: str) -> dict[str, Any]:
     """The verdicts of an architecture."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    row: dict[str, Any] = {"name": name, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]}
+    row: dict[str, Any] = {"name": name}
     for attention in ATTENTIONS:
         try:
             with torch.device("meta"):
@@ -125,68 +127,44 @@ def row_of(name: str) -> dict[str, Any]:
     return row
 
 
-def work() -> None:
-    """Read names, and print a row for each."""
-    import transformers
-
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    transformers.logging.set_verbosity_error()
-    register()
-    for line in sys.stdin:
-        print(MARK + json.dumps(row_of(line.strip())), flush=True)
-
-
 # --- all of them --------------------------------------------------------------------------------------
 
 
-class Worker:
-    """A child process that is replaced when it dies or is late."""
+def isolated(name: str) -> dict[str, Any]:
+    """The row of an architecture, from a process with limits of time and memory."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["leak_census"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=send_row, args=(name, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(SECONDS) else not_built(name, f"slower than {SECONDS} s")
+    except EOFError:
+        return not_built(name, "the process died")
+    finally:
+        process.kill()
+        process.join()
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
 
-    def row(self, name: str) -> dict[str, Any]:
-        """The row of an architecture."""
-        if self.process is None:
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "--work"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=environment,
-            )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(name + "\n")
-        self.process.stdin.flush()
-        end = time.monotonic() + SECONDS
-        while (left := end - time.monotonic()) > 0 and select.select([self.process.stdout], [], [], left)[0]:
-            line = self.process.stdout.readline()
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-            if not line:
-                break
-        why = "the process died" if left > 0 else f"slower than {SECONDS} s"
-        self.close()
-        return {"name": name, "class": "", "not_built": why}
+def send_row(name: str, connection: Connection) -> None:
+    """Send the row of an architecture, in the child process."""
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    warnings.simplefilter("ignore")
+    register()
+    connection.send(row_of(name))
 
-    def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+
+def not_built(name: str, why: str) -> dict[str, Any]:
+    return {"name": name, "not_built": why}
 
 
 def census(names: list[str]) -> list[dict[str, Any]]:
     """Rows of these architectures, with progress on standard error."""
-    rows, worker = [], Worker()
+    rows = []
     for number, name in enumerate(names, 1):
-        rows.append(worker.row(name))
+        rows.append(isolated(name))
         print(f"{number}/{len(names)} {name}: {summary(rows[-1])}", file=sys.stderr, flush=True)
-    worker.close()
     return rows
 
 
@@ -228,9 +206,6 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     best = Counter(min((result_of(row.get(a)) for a in ATTENTIONS), key=order.index) for row in built)
     leaks = sum(any(row[a].get("plain", {}).get("verdict") == "leaks" for a in ATTENTIONS) for row in built)
     silent = [row["name"] for row in built if any(row[a].get("silent") is True for a in ATTENTIONS)]
-    unchecked = [
-        row["name"] for row in built if any(isinstance(row[a].get("silent"), str) for a in ATTENTIONS)
-    ]
     return {
         "built": len(built),
         "not_built": len(rows) - len(built),
@@ -239,7 +214,6 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ok_with_4d_mask": best["ok with 4d_mask"],
         "refused": best["refused"],
         "silent": silent,
-        "gradient_not_checked": unchecked,
     }
 
 
@@ -284,9 +258,6 @@ def page(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
 
 def main() -> None:
     """Run the census."""
-    if "--work" in sys.argv:
-        work()
-        return
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

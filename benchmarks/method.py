@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread for each
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.words import merge
@@ -57,17 +59,14 @@ def shown(steps: list[Step], config: ParallelConfig) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str], ranks: Ranks | None = None) -> None:
-    """Measure what the command line says; `ranks`: processes that exist, as many as it asks for."""
+def main(arguments: list[str], open_ranks: Callable[[int], AbstractContextManager[Ranks]] = Ranks) -> None:
+    """Measure what the command line says, on processes that `open_ranks` gives for their number."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=4, help="number of processes")
     parser.add_argument("words", nargs="*", help="settings, such as data=zero3 tensor=2")
     given = parser.parse_args(arguments)
     config = merge(ParallelConfig, given.words)
-    if ranks is not None:
-        print(shown(measure(config, ranks), config))
-        return
-    with Ranks(given.n) as processes:
+    with open_ranks(given.n) as processes:
         print(shown(measure(config, processes), config))
 
 

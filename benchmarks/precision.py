@@ -18,6 +18,9 @@ from torch import Tensor
 
 from result import by_turns, median_ratio, parser_of, write_result
 
+TOKENS, HEADS, WIDTH = 8192, 4, 48
+LENGTHS = (64, 200, 500, 1000, 2000, 4000)
+
 
 def attend(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> None:
     """Attend to all documents in `dtype` and back."""
@@ -28,26 +31,22 @@ def attend(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> No
 
 def main() -> None:
     parser = parser_of(__doc__, "precision")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens in all")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 200, 500, 1000, 2000, 4000])
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-width", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = []
-    for length in options.lengths:
-        size = (1, options.heads, length, options.head_width)
+    for length in LENGTHS:
+        size = (1, HEADS, length, WIDTH)
         parts = [
             tuple(torch.randn(size).bfloat16().requires_grad_() for _ in range(3))
-            for _ in range(options.tokens // length)
+            for _ in range(TOKENS // length)
         ]
         ways = {name: partial(attend, parts, getattr(torch, name)) for name in ("bfloat16", "float32")}
         found = by_turns(ways, options.repeats, clock=time.perf_counter)
         ratio = median_ratio(found["bfloat16"], found["float32"])
         print(f"{length:>6,} tokens a document: bfloat16 takes {ratio:.2f} × the time of float32", flush=True)
         rows.append({"length": length, "bfloat16_over_float32": ratio})
-    write_result(options.out, {"rows": rows, "heads": options.heads, "head_width": options.head_width})
+    write_result(options.out, {"rows": rows, "heads": HEADS, "head_width": WIDTH})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ transformers. Nothing is downloaded, and nothing is trained.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,7 @@ def count(examples: list[dict[str, Any]]) -> dict[str, Any]:
         "more_bits": sum(map(_has_more_bits, resolved.values())),
         "more_bits_of_products": sum(map(_has_other_products, resolved.values())),
         "share": round(len(resolved) / max(len(found), 1), 4),
-        "unpacked": sum(
-            not translate_keys(each["config"]).lacking
-            for each in examples
-            if not each["config"].get("sample_packing")
-        ),
         "lacking": {path: one.lacking for path, one in found.items() if one.lacking},
-        "noted": Counter(
-            key for one in resolved.values() for key in (*one.translated, *one.left) if _noted(one, key)
-        ),
     }
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app, main
 from multipack.run import find_run
-from multipack.training.stop_request import StopRequest
+from multipack.training.apply import StopRequest
 
 
 @pytest.fixture

@@ -10,21 +10,8 @@ import importlib.metadata
 import shutil
 import sys
 
-NEEDED = (
-    *(
-        "numpy",
-        "numba",
-        "scipy",
-        "torch",
-        "tokenizers",
-        "safetensors",
-        "jinja2",
-        "omegaconf",
-        "typer",
-        "rich",
-    ),
-    *("pytest", "hypothesis"),
-)
+NEEDED = ("numpy", "numba", "scipy", "torch", "tokenizers", "safetensors", "jinja2", "omegaconf")
+NEEDED += ("typer", "rich", "pytest", "hypothesis")
 OPTIONAL = ("triton", "flash-attn-3", "xformers")
 
 

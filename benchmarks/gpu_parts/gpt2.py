@@ -9,25 +9,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import numpy as np
 import torch
 
 from gpu_parts.common import at_least, options_of, random_corpus, timed_run, write_part
-from plain_loop import Sizes, train_plainly, wait
+from gpu_parts.plain_loop import Sizes, tokens_per_second
 
 SMALL = Sizes(layers=2, heads=2, width=32, vocabulary=512, row=64, rows=4, micro_batches=2)
-
-
-def plain_rate(stream: np.ndarray, sizes: Sizes, device: str, steps: int, skipped: int) -> float:
-    """Tokens per second of the plain loop's steps after the first `skipped`."""
-    is_gpu = device == "cuda"
-    dtype = torch.bfloat16 if is_gpu else torch.float32
-    training, began = train_plainly(stream, sizes, device, dtype, compiled=is_gpu), 0.0
-    for step in range(steps):
-        if step == skipped:
-            began = wait(device)
-        next(training)
-    return (steps - skipped) * sizes.micro_batches * sizes.rows * sizes.row / (wait(device) - began)
 
 
 def main() -> None:
@@ -45,7 +32,7 @@ def main() -> None:
     corpus = random_corpus(options, capacity, sizes.micro_batches, steps, vocabulary, longest=sizes.row)
     with corpus as (common, stream):
         for _ in range(rounds):
-            plain.append(plain_rate(stream, sizes, options.device, steps, skipped))
+            plain.append(tokens_per_second(stream, sizes, options.device, steps, skipped))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             ours.append(timed_run([*common, *words], skipped))

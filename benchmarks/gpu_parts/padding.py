@@ -21,7 +21,7 @@ def main() -> None:
     shape = (
         ["model=tiny"] if options.small else ["model=gpt2", f"model.context={longest}", "train.dtype=bf16"]
     )
-    timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0, cpu_time=False, pairs=None)
+    timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0, cpu_time=False)
     vocabulary = 512 if options.small else 50_257
     with random_corpus(options, capacity, packs, steps, vocabulary, longest / 7, longest) as (words, _):
         found = padding.measure([*words, *shape], timed)

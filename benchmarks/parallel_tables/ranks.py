@@ -14,11 +14,11 @@ from typing import Any
 PRELOADED = ["numpy", "multipack.parallel.build", "multipack.models.decoder"]
 TIMEOUT_SECONDS = 600.0
 _PLACE: dict[str, Any] = {}
-"""World, and what functions keep from call to call, of a process of `Ranks`."""
+"""The world of a process of `Ranks`."""
 
 
 class Ranks:
-    """Processes that run module-level functions as function(world, kept, …), where `kept` is a dictionary of theirs.
+    """Processes that run module-level functions as function(world, …).
 
     Unlike in a run, a single process has a process group too, so that strategies can be applied to it.
     """
@@ -33,10 +33,9 @@ class Ranks:
             ProcessPoolExecutor(1, context, _join, (rank, size, store)) for rank in range(size)
         ]
 
-    def run(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] = ()) -> list[Any]:
-        """Call the function on all ranks, or on some while the others wait; returns their results by rank."""
-        ranks = only or range(self.size)
-        calls = [self._processes[rank].submit(_call, function, arguments) for rank in ranks]
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call the function on all ranks; returns their results by rank."""
+        calls = [process.submit(_call, function, arguments) for process in self._processes]
         return [call.result(TIMEOUT_SECONDS) for call in calls]
 
     def __enter__(self) -> Ranks:
@@ -62,16 +61,15 @@ def _join(rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     joined, timeout = dist.FileStore(store, size), timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=joined, rank=rank, world_size=size, timeout=timeout)
-    _PLACE.update(world=World(rank, size, rank, torch.device("cpu"), "gloo"), kept={})
+    _PLACE["world"] = World(rank, size, rank, torch.device("cpu"), "gloo")
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    return function(_PLACE["world"], _PLACE["kept"], *arguments)
+    return function(_PLACE["world"], *arguments)
 
 
-def _leave(world: Any, kept: dict[str, Any]) -> None:
+def _leave(world: Any) -> None:
     import torch.distributed as dist
 
-    kept.clear()
     dist.barrier()  # without it gloo sometimes aborts
     dist.destroy_process_group()

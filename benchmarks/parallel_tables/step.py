@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -117,7 +116,7 @@ def formula(config: ParallelConfig, ranks: int) -> Counter[str]:
     return found
 
 
-def third_step(world: World, kept: Mapping[str, Any], config: ParallelConfig, lengths: list[int]) -> Step:
+def third_step(world: World, config: ParallelConfig, lengths: list[int]) -> Step:
     """See `measure`; of this rank."""
     engine = engine_of(world, SHAPE, config, MICRO_BATCHES)
     packs = [pack_of(lengths, SLOTS, SHAPE.vocabulary_size, seed) for seed in range(MICRO_BATCHES)]

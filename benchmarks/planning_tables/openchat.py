@@ -17,6 +17,8 @@ from multipack.planning import report as measure
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 from multipack.planning.report import kappa
+from packing.epoch import Epoch, flat
+from packing.measure import loads_of, spread
 from planning_tables.lengths import ABSENT, Integers, load
 from planning_tables.table import MEASURED, PUBLISHED, Table, cpu_seconds
 
@@ -36,26 +38,21 @@ Steps = Sequence[Sequence[Any]]
 
 def measures(steps: Steps, lengths: Integers) -> dict[str, Any]:
     """The project's measures of an epoch, in the order of the columns."""
-    costs = CostModel.from_shape().cost(lengths)
+    epoch = Epoch(*flat(pack for step in steps for pack in step))
 
-    def loads(values: Integers) -> Integers:
-        return np.array([[int(values[pack].sum()) for pack in step] for step in steps], dtype=np.int64)
+    def loads(value: Callable[[Integers], Integers]) -> Integers:
+        return loads_of(epoch, lengths, value).reshape(-1, RANKS)
 
-    tokens, lags = loads(lengths), measure.spread(loads(lengths * lengths))
-    documents = [np.concatenate(step) for step in steps]
-    means = np.array([lengths[each].mean() for each in documents])
-    sizes = np.array([len(each) for each in documents])
-    used = lengths[np.concatenate(documents)]
-    expected = float(used.var(ddof=1)) * float((1 / sizes - 1 / len(used)).sum())
+    tokens, lags = loads(lambda lengths: lengths), measure.spread(loads(np.square))
     return {
         "steps": len(steps),
         "efficiency": measure.efficiency(int(tokens.sum()), len(steps), RANKS, CAPACITY),
         "utilization": measure.utilization(tokens),
-        "cost_utilization": measure.utilization(loads(costs)),
+        "cost_utilization": measure.utilization(loads(CostModel.from_shape().cost)),
         "lag_mean": float(np.sqrt(lags.mean())),
         "lag_max": float(np.sqrt(lags.max())),
         "dropped": 1 - int(tokens.sum()) / int(lengths.sum()),
-        "spread": float(np.sqrt(((means - used.mean()) ** 2).sum() / expected)),
+        "spread": spread(epoch, lengths, RANKS),
     }
 
 

@@ -16,12 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from multipack.ops.attention import table as attention_table
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
-from multipack.reports.console import Console
-from multipack.training.assemble import check_model
 from multipack.training.blueprint import open_engine
 from multipack.training.checks import check
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 from support_tables.table import Table, answer, unless_run
 from support_tables.tested import is_run_alone, runs
@@ -96,7 +95,6 @@ def build(processes: int, words: list[str], items: str = "") -> None:
     """
     config = compose(words)
     check(config, processes)
-    check_model(config, processes, Console(0))
     store = SimpleNamespace(kind="labels" if items == LABELS else "pairs")
     corpus: Any = SimpleNamespace(train=SimpleNamespace(store=store), arriving=None)
     objective = (Preferences if items else Objective)(config, corpus)

@@ -11,6 +11,7 @@ from unittest.mock import PropertyMock, patch
 
 import transformers
 
+from host_runs import tokenizer_of
 from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import PackedDataCollator
 from multipack.models.tiny_models import tiny_model
@@ -26,16 +27,6 @@ def stream() -> Any:
     import datasets
 
     return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-
-
-def tokenizer() -> Any:
-    """A tokenizer of numbers, which TRL asks for."""
-    from tokenizers import Tokenizer, models
-
-    words = {str(number): number for number in range(64)} | {"<pad>": 64, "<eos>": 65}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="<pad>", eos_token="<eos>"
-    )
 
 
 def make_model(kind: str = "llama", attention: str = "sdpa", adapter: str = "", task: str = "") -> Any:
@@ -79,7 +70,7 @@ def make_trainer(host: str, model: Any, data: Any, collator: Any, settings: dict
     if isinstance(data, list):
         data = datasets.Dataset.from_list(data)
     return PackedSFTTrainer(
-        model, trl.SFTConfig(**named), collator, train_dataset=data, processing_class=tokenizer()
+        model, trl.SFTConfig(**named), collator, train_dataset=data, processing_class=tokenizer_of(64)
     )
 
 

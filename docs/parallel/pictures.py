@@ -30,7 +30,7 @@ RANKS = len(RANK)
 
 def collectives(folder: Path) -> None:
     """What each rank has after each collective, computed by four processes."""
-    from parallel_tables.observed import collective_results
+    from observed import collective_results
 
     found = collective_results(RANKS)
     with picture("collectives.svg", folder, 3, 3, (9, 6.6)) as grid:
@@ -153,7 +153,7 @@ def zero(folder: Path) -> None:
 
 def offload(folder: Path) -> None:
     """Memory that a decoder adds to a process, in memory and with its state in files."""
-    from parallel_tables.observed import offloaded
+    from offload import offloaded
 
     found, (own, files) = offloaded(), ("#f58518", "#eeca3b")
     with picture("offload.svg", folder, 1, 1, (9, 2.3)) as ((axes,),):
@@ -170,7 +170,7 @@ def offload(folder: Path) -> None:
 
 def tensor(folder: Path) -> None:
     """The pieces of one block's matrices on four ranks, to scale."""
-    from parallel_tables.observed import pieces_of_matrices
+    from observed import pieces_of_matrices
 
     pieces = pieces_of_matrices(RANKS)
     with picture("tensor.svg", folder, 2, (len(pieces) + 1) // 2, (9, 4.2)) as grid:
@@ -235,7 +235,7 @@ def draw_rows(axes: Any, rows: slice, ends: Sequence[int], color: str) -> None:
 
 def pipeline(folder: Path) -> None:
     """The passes of four ranks under each schedule, in the order in which real ranks ran them."""
-    from parallel_tables.observed import passes_of_stages
+    from observed import passes_of_stages
 
     found = passes_of_stages(RANKS, micro_batches=8)
     colors = {"forward": "#4c78a8", "backward": "#54a24b", "waits": PALE}
@@ -257,8 +257,9 @@ def pipeline(folder: Path) -> None:
 
 def mesh(folder: Path) -> None:
     """Eight ranks in three dimensions: stages, shards, halves of matrices."""
+    from observed import places
+
     from multipack.parallel.parallel_config import ParallelConfig
-    from parallel_tables.observed import places
 
     config = ParallelConfig(data="zero3", pipeline=2, tensor=2)
     words = "parallel.pipeline=2 parallel.data=zero3 parallel.tensor=2"

@@ -17,7 +17,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -265,17 +265,14 @@ def own_folder(where: Path) -> Path:
 
 
 @contextmanager
-def locked(
-    path: Path, on_wait: Callable[[str], None] | None = None, *, temporary: bool = False
-) -> Iterator[None]:
+def locked(path: Path, *, temporary: bool = False) -> Iterator[None]:
     """Context that holds an exclusive lock between processes on the file `path`; a symbolic link is not followed.
 
-    The operating system releases the lock when its process ends or is killed.
+    The operating system releases the lock when its process ends or is killed. When another process has held it for
+    `PATIENCE` seconds, a line names the holder.
 
     Args:
         path: the lock file; it and missing folders are created, folders with mode 0700.
-        on_wait: called once, when another process has held the lock for `PATIENCE` seconds, with a line that names the
-            holder; None = print the line.
         temporary: remove the file at the end.
 
     Raises:
@@ -283,7 +280,7 @@ def locked(
         OSError: the file cannot be opened.
     """
     make_private(path.parent)
-    descriptor = _acquire(path, on_wait or (lambda line: print(line, file=sys.stderr)))
+    descriptor = _acquire(path)
     try:
         with suppress(OSError):  # a full disk
             os.ftruncate(descriptor, 0)
@@ -296,7 +293,7 @@ def locked(
         os.close(descriptor)
 
 
-def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
+def _acquire(path: Path) -> int:
     """The descriptor of the lock file `path`, locked."""
     announced = time.monotonic() + PATIENCE
     while True:
@@ -315,7 +312,8 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
         except BlockingIOError:
             if time.monotonic() > announced:
                 holder = one_line(os.pread(descriptor, 200, 0).decode(errors="replace").strip())
-                on_wait(f"waiting for {holder or 'another process'}, which holds the lock {path}")
+                waiting = f"waiting for {holder or 'another process'}, which holds the lock {path}"
+                print(waiting, file=sys.stderr)
                 announced = math.inf
             time.sleep(_POLL)
         except OSError as error:

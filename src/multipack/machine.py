@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import re
 import shlex
@@ -53,6 +52,8 @@ def _missing(package: str, user: str, extra: str) -> MissingExtra:
 
 def install_words(extra: str) -> str:
     """The pip command that adds an extra to multipack from where it was installed: a folder, a repository, an index."""
+    import importlib.metadata  # takes 0.03 s to import, which every command would wait for
+
     place: dict[str, Any] = {}
     with suppress(importlib.metadata.PackageNotFoundError, ValueError):
         text = importlib.metadata.distribution("multipack").read_text("direct_url.json")

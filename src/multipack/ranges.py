@@ -1,6 +1,7 @@
 """Ranges of numbers, declared with the field of a dataclass: `steps: Annotated[int, Range(0)] = 0`.
 
 `check_ranges` checks them for a group of settings, and `multipack.words` prints them with the settings.
+`check_integer` checks one argument of a function.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import typing
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Annotated, Any
 
 
@@ -60,3 +62,20 @@ def check_ranges(group: Any, prefix: str = "") -> None:
     for name, legal in ranges_of(typing.cast(Any, type(group))).items():
         if (value := getattr(group, name)) not in legal:
             raise ValueError(f"{prefix}{name}={value} must be {legal}")
+
+
+def short(value: Any) -> str:
+    """The repr of a value in one line, cut to 80 characters for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
+    """`value` as an int; `ValueError` if it is not an integer, below `least`, or above `most`."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be a whole number{bound}, got {short(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
+    return int(value)

@@ -59,9 +59,7 @@ def test_every_file_with_cuda_tests_is_a_part(check):
             assert (ROOT / "benchmarks" / script).is_file()
 
 
-@pytest.mark.parametrize(
-    "name", ["environment", "bounds", "loss", "saving", pytest.param("gpt2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["environment", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_part_runs_in_its_reduced_form(name, tmp_path, monkeypatch, known_peak, script):
     out = tmp_path / f"{name}.json"
     monkeypatch.setattr(sys, "argv", [name, "--device", "cpu", "--small", "--out", str(out)])

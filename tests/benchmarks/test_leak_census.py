@@ -37,6 +37,6 @@ def test_architectures_are_as_on_the_page(census, saved, name):
 
 
 def test_what_cannot_be_built_is_listed(census):
-    rows = [{"name": "one", "class": "One", "not_built": "too large"}]
+    rows = [{"name": "one", "not_built": "too large"}]
     assert "- one: too large" in census.page(rows, {"transformers": "5", "torch": "2"})
     assert census.counts(rows)["not_built"] == 1

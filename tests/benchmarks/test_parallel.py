@@ -1,4 +1,4 @@
-"""benchmarks/parallel.py: what its tables compute, that it runs, and that the page shows its last figures."""
+"""benchmarks/parallel.py: what its table computes, that it runs, and that the page shows its last figures."""
 
 import importlib
 import json
@@ -7,10 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from multipack.planning.plan import plan
 from multipack.training.checks import check
 from multipack.training.run_config import compose_run
 
@@ -63,31 +61,6 @@ def test_an_error_of_a_rank_is_raised(monkeypatch):
     monkeypatch.setattr(ranks, "PRELOADED", pool.PRELOADED)
     with pytest.raises(ValueError, match=r"parallel\.tensor=3"), ranks.Ranks(1) as processes:
         module("step").measure(traffic.Case(1, {"tensor": 3}).config, processes)
-
-
-# Many ranks
-
-
-@pytest.mark.parametrize("sync", ["step", "micro"])
-def test_the_plan_lies_between_its_bound_and_other_dealings(sync):
-    simulated = module("simulated")
-    lengths = np.random.default_rng(1).lognormal(4, 1, 2_000).clip(1, 1024).astype(np.int64)
-    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=simulated.COST)
-    found = simulated.arranged(epoch, 1, 8, sync)
-    assert 1.0 <= found.least <= found.own * (1 + 1e-9)
-    assert found.own < found.dealt < 4
-    seconds = simulated.seconds_of(epoch.deal(1, 8, sync), lengths).reshape(-1, 8)  # micro-batch, rank
-    taken = seconds.sum(axis=0).max() if sync == "step" else seconds.max(axis=1).sum()
-    assert found.own == pytest.approx(taken * 8 / seconds.sum())
-
-
-def test_random_dealing_has_every_document_and_whole_micro_batches():
-    lengths = np.random.default_rng(1).integers(1, 300, 500)
-    packs = plan(lengths, capacity=512, packs_per_step=14).packs(0)
-    made = module("simulated").shuffled(packs, 8, np.random.default_rng(0))
-    assert len(made) % 8 == 0
-    assert (np.sort(made.order) == np.sort(packs.order)).all()
-    assert made.totals(lengths).max() <= 512
 
 
 # The script and its page
@@ -149,13 +122,9 @@ def test_the_page_names_tests_and_files_that_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_all_tables_of_this_machine_run(parallel, tmp_path, monkeypatch):
+def test_the_table_runs(parallel, tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--quick", "--out", str(out)])
     parallel.SUITE.main("")
-    tables = {values["name"]: values for values in json.loads(out.read_text())["tables"]}
-    assert tables.keys() >= set(parallel.SUITE.tables)
-    assert {row[0] for row in tables["overhead"]["rows"]} == set(parallel.overhead.STRATEGIES)
-    assert {row[0] for row in tables["scaling"]["rows"]} == set(parallel.scaling.WAYS)
-    assert all(each["reached"] <= each["asked"] for each in tables["traffic"]["asked"])
+    (table,) = json.loads(out.read_text())["tables"]
+    assert all(each["reached"] <= each["asked"] for each in table["asked"])

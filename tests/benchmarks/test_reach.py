@@ -13,7 +13,7 @@ def test_resolved_examples_are_counted_and_others_say_what_they_lack(script):
     changes = ({}, {"lisa_n_layers": 4}, {"sample_packing": False}, {"base_model": "ai21labs/Jamba-v0.1"})
     examples = [{"path": f"examples/{n}.yml", "config": {**CONFIG, **each}} for n, each in enumerate(changes)]
     figures = reach.count(examples)
-    counts = {"examples": 4, "packing": 3, "own_decoder": 1, "with_hf": 1, "unpacked": 1}
+    counts = {"examples": 4, "packing": 3, "own_decoder": 1, "with_hf": 1}
     assert {name: figures[name] for name in counts} == counts
     assert list(figures["lacking"]) == ["examples/1.yml", "examples/3.yml"]
     assert "| 1.yml | `lisa_n_layers`: " in reach.page(figures)

@@ -48,22 +48,17 @@ def _hold(path, entered, leave):
         leave.wait(30)
 
 
-def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path, monkeypatch):
+def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path, monkeypatch, capsys):
     spawn = multiprocessing.get_context("spawn")
     entered, leave = spawn.Event(), spawn.Event()
     holder = spawn.Process(target=_hold, args=(tmp_path / "lock", entered, leave))
     holder.start()
     assert entered.wait(30)
-    waited = []
-
     monkeypatch.setattr(atomic, "PATIENCE", 0.1)
-
-    def on_wait(line):
-        waited.append(line)
-        holder.kill()  # the operating system releases the lock
-
-    with locked(tmp_path / "lock", on_wait):
-        (line,) = waited
+    # When the holder is named it ends; the operating system releases the lock.
+    monkeypatch.setattr(atomic, "print", lambda *line, file: print(*line) or holder.kill(), raising=False)
+    with locked(tmp_path / "lock"):
+        (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"waiting for process {holder.pid} of ")
     assert line.endswith(f"holds the lock {tmp_path / 'lock'}")
     holder.join()

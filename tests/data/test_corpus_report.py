@@ -47,10 +47,10 @@ def test_shards_are_reported_as_one_corpus(config, text_file, tmp_path):
     whole = CorpusReport(prepare(data, BYTE, tmp_path / "whole"))
     folder = prepare(data, BYTE, tmp_path / "shards", shards=4)
     shards = CorpusReport(folder)
-    equal = ("documents", "tokens", "targets", "longest_name", "skipped", "histogram", "description", "p99")
+    equal = ("documents", "tokens", "targets", "longest_name", "noted", "histogram", "description", "p99")
     assert [getattr(shards, name) for name in equal] == [getattr(whole, name) for name in equal]
     assert (shards.shards, shards.duplicates) == (2, 23)
-    assert shards.skipped == {"blank lines": 39, "duplicates": 23}
+    assert shards.noted.skipped == {"blank lines": 39, "duplicates": 23}
     (folder / shard_name(0, 1)).unlink()
     growing = CorpusReport(folder)
     assert (growing.is_complete, growing.description) == (False, "1 shards so far")

@@ -92,14 +92,6 @@ def test_split_is_by_document_seeded_and_exact(write_store):
     assert len(documents.hold_out(0.999)[0]) == 1
 
 
-def test_split_keeps_pieces_of_a_document_together(write_store):
-    pieces = Documents.whole(write_store([[(9, True)] for _ in range(10)])).cut(4)
-    train, validation = pieces.hold_out(0.3)
-    owners = [{view.name(index).split()[0] for index in range(len(view))} for view in (train, validation)]
-    assert not owners[0] & owners[1]
-    assert (len(owners[0]), len(owners[1]), len(train) + len(validation)) == (7, 3, 30)
-
-
 def test_the_end_is_held_out_where_it_must_be_cut(small):
     train, validation = small.hold_out_end(0.5)
     assert (train.num_tokens, validation.num_tokens) == (12, 12)

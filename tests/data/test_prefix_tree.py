@@ -63,17 +63,6 @@ def test_paths_are_the_documents_and_nodes_are_worth_their_tokens(
         assert sorted(inside) == list(range(node, node + len(inside)))
 
 
-def test_a_short_beginning_is_repeated_behind_a_longer_one() -> None:
-    documents = [np.array(text) for text in ([1, 1, 1, 1, 2, 3], [1, 1, 1, 1, 2, 4], [9], [1, 1, 1, 1, 5])]
-    tree = PrefixTree.of(documents, 4)
-    assert tree.length.tolist() == [4, 2, 2, 1, 1]
-    assert tree.start.tolist() == [0, 4, 4, 4, 0]
-    assert tree.parent.tolist() == [-1, 0, 0, 0, -1]
-    assert tree.last.tolist() == [1, 2, 4, 3]
-    assert tree.shares
-    assert tree.num_slots == 10
-
-
 def test_equal_documents_share_all_their_tokens() -> None:
     assert not PrefixTree.of([np.array([1]), np.array([2])], 1).shares
     assert PrefixTree.of([np.array([1]), np.array([1])], 1).shares

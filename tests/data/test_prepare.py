@@ -4,10 +4,8 @@ import builtins
 import json
 import multiprocessing
 import os
-import random
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import ShardBuilder
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.records import RecordForm
+from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import SourceDocument, TextPart
 from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.views.corpus import load_corpus
@@ -79,7 +78,7 @@ def test_documents_end_with_an_end_token_that_is_a_target(config, pairs, text_fi
     data = config(source="text", path=text_file("ab<>c<><>d"), separator="<>")
     store = TokenStore(prepare(data, CHAR))  # which has no end token
     assert store.lengths.tolist() == [2, 1, 1]
-    assert store.skipped == {"empty documents": 1}
+    assert store.noted.skipped == {"empty documents": 1}
 
 
 def test_a_stream_is_one_document_with_ends_between_files(config, tmp_path):
@@ -202,9 +201,9 @@ def test_shards_appear_one_by_one_and_hold_the_documents_of_one(config, corpus, 
         assert 1 < len(store.shards) <= shards
         assert content(store) == content(whole)
         assert store.checksum == whole.checksum
-        assert (store.skipped, store.header.key) == (whole.skipped, whole.header.key)
+        assert (store.noted.skipped, store.header.key) == (whole.noted.skipped, whole.header.key)
     assert {0, 1, 2} <= set(seen)
-    assert whole.skipped["empty completions"] == 129
+    assert whole.noted.skipped["empty completions"] == 129
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
@@ -217,7 +216,7 @@ def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order, conte
         prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
     store = TokenStore(prepare(data, BYTE, tmp_path / "out", part="2/3"))
     assert content(store) == content(whole)
-    assert store.skipped == whole.skipped == {"files of other kinds": 1, "empty documents": 7}
+    assert store.noted.skipped == whole.noted.skipped == {"files of other kinds": 1, "empty documents": 7}
     assert store.description == whole.description
     assert len(store.shards) == 3
     for number in (1, 2, 3):  # more parts than files
@@ -292,19 +291,6 @@ def test_a_killed_prepare_is_continued(config, corpus, tmp_path, small_shards, f
     assert files(out) == files(whole)
     if not options:  # and nothing was tokenized again
         assert len(calls) == -(-(TokenStore(whole).num_documents - there.num_documents) // 10)
-
-
-def test_killed_again_and_again_at_any_moment(config, corpus, tmp_path, small_shards):
-    data = config(source="jsonl", path=corpus, dedup=True)
-    out, draw = tmp_path / "out", random.Random(5)
-    for _ in range(6):
-        process = start(data, out)
-        time.sleep(draw.uniform(0.02, 0.3))
-        process.kill()
-        process.join(60)
-    prepare(data, BYTE, out)
-    TokenStore(out).verify()
-    assert files(out) == files(prepare(data, BYTE, tmp_path / "whole"))
 
 
 def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
@@ -388,7 +374,7 @@ class ListSource:
     config = DataConfig(dedup=True)
 
     def __init__(self, items, pairs=False):
-        self.given, self.skipped = items, Counter()
+        self.given, self.noted = items, Noted()
         self.form = RecordForm("preference" if pairs else "text")
 
     def items(self):
@@ -396,9 +382,6 @@ class ListSource:
 
     def find_form(self):
         return self.form
-
-    def skip(self, reason, name):
-        self.skipped[reason] += 1
 
 
 def expected_tokens(document, end):
@@ -448,7 +431,7 @@ def test_the_first_of_duplicates_remains(documents, pairs):
             expected.append(item)
             seen.add(text)
     assert list(items_of(source)) == expected
-    assert source.skipped.total() == len(items) // step - len(expected)
+    assert source.noted.skipped.total() == len(items) // step - len(expected)
 
 
 def test_documents_with_other_tokens_or_targets_are_no_duplicates():

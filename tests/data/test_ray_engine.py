@@ -76,8 +76,8 @@ def check(config, folder, tmp_path, content):
     calls = []
     store = TokenStore(prepare(data, BPE, tmp_path / "ray", lambda *call: calls.append(call), engine="ray"))
     assert content(store) == content(whole)
-    assert (store.skipped, store.description) == (
-        whole.skipped,
+    assert (store.noted.skipped, store.description) == (
+        whole.noted.skipped,
         whole.description,
     )
     assert store.header.key == whole.header.key

@@ -125,7 +125,7 @@ def test_labeled_answers_are_followed_by_those_of_the_record_before(read):
             ("Q2\nA1", 1.0),
         ]
     assert (source.find_form().name, source.find_form().pairs) == ("label", True)
-    assert source.skipped == {"empty completions": 1}
+    assert source.noted.skipped == {"empty completions": 1}
     chats = (
         {"prompt": [USER], "completion": [ANSWER], "label": False},
         {
@@ -189,7 +189,7 @@ def test_what_has_nothing_to_learn_is_counted(read):
         {"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": []}, {"messages": [USER, silent]}
     )
     assert len(list(source)) == 1
-    assert source.skipped == {"conversations without an answer": 3}
+    assert source.noted.skipped == {"conversations without an answer": 3}
     source = read(
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [silent]},
@@ -197,12 +197,12 @@ def test_what_has_nothing_to_learn_is_counted(read):
         {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER]},
     )
     assert len(list(source)) == 2
-    assert source.skipped == {"pairs with an empty answer": 2, "pairs of equal answers": 1}
+    assert source.noted.skipped == {"pairs with an empty answer": 2, "pairs of equal answers": 1}
     source = read(
         {"prompt": "p", "chosen": "", "rejected": "r"}, {"prompt": "p", "chosen": "a", "rejected": "a"}
     )
     assert list(source) == []
-    assert source.skipped == {"pairs with an empty answer": 1, "pairs of equal answers": 1}
+    assert source.noted.skipped == {"pairs with an empty answer": 1, "pairs of equal answers": 1}
 
 
 # --- text as turns, and Alpaca's prompt ----------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_malformed_conversations_are_named_by_file_and_line(read):
         with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{complaint}"):
             list(read({"messages": [USER, ANSWER]}, record))
         skipping = read({"messages": [USER, ANSWER]}, record, {"messages": [USER, OTHER]}, broken="skip")
-        assert (len(list(skipping)), skipping.skipped) == (2, {"broken lines": 1})
+        assert (len(list(skipping)), skipping.noted.skipped) == (2, {"broken lines": 1})
     contradiction = {"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
     for record, fields, complaint in (
         (contradiction, {}, r"chosen is a whole conversation .*data\.fields=\[chosen,rejected\]"),
@@ -405,8 +405,7 @@ def test_conversations_written_together_are_those_written_one_by_one(
             source="jsonl", path=path, chat_template=str(template), special_tokens=["<user>"], **fields
         )
         source = Source(data)
-        documents = [(document, source.done) for document in source]
-        return documents, source.skipped, source.places, source.fault, source.reader.notes
+        return list(source), source.noted, source.fault
 
     def refusal():
         with pytest.raises(
@@ -419,7 +418,7 @@ def test_conversations_written_together_are_those_written_one_by_one(
     assert max(asked) > 20
     assert len(asked) < 50 or not marks
     assert len(together[0]) == 66
-    assert together[1] == {"blank lines": 1, "broken lines": 6, "conversations without an answer": 1}
+    assert together[1].skipped == {"blank lines": 1, "broken lines": 6, "conversations without an answer": 1}
     monkeypatch.setattr(room, "MOST_RECORDS", 1)
     assert all_of(broken="skip") == together
     assert refusal() == error
@@ -433,6 +432,6 @@ def test_records_before_a_fault_of_their_file_come_first(read):
         raise OSError("the file ends here")
 
     found = reader.documents(entries(), "lines")
-    assert [document.name for document in next(found)] == ["a:1"]
+    assert next(found).name == "a:1"
     with pytest.raises(OSError, match="ends here"):
         next(found)

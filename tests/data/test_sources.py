@@ -71,7 +71,7 @@ def test_files_of_a_folder_are_sorted_documents(tmp_path, config):
     source = Source(config(source="text", path=str(tmp_path / "in")))
     assert names(source) == ["a.txt", "a/z.md", "b.txt"]
     assert texts(source) == ["A", "Z", "B"]
-    assert source.skipped == {"files of other kinds": 1}
+    assert source.noted.skipped == {"files of other kinds": 1}
     assert source.done == source.total == 3
     assert source.describe() == "in, {documents} documents by file"
 
@@ -147,7 +147,7 @@ def test_blank_lines_and_separators_divide_text(config, text_file):
     source = Source(config(source="text", path=text_file("a<end>b\n<end><end> \n<end>c"), separator="<end>"))
     assert texts(source) == ["a", "b\n", "c"]
     assert names(source) == ["text.txt#1", "text.txt#2", "text.txt#5"]
-    assert source.skipped == {"empty documents": 2}
+    assert source.noted.skipped == {"empty documents": 2}
 
 
 @settings(deadline=None, max_examples=15)
@@ -178,7 +178,7 @@ def test_a_stream_marks_the_ends_of_files(tmp_path, config):
         ("one", True),
         (" ", True),
     ]
-    assert source.skipped == {"empty files": 1}
+    assert source.noted.skipped == {"empty files": 1}
 
 
 def test_gzip_and_byte_order_marks_are_removed_and_a_changed_file_is_refused(config, text_file):
@@ -205,7 +205,7 @@ def test_a_file_holds_lines_or_a_list(config, text_file):
     lines = Source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
     for _ in range(2):
         assert names(lines) == ["c.json:1", "c.json:3"]
-        assert lines.skipped == {"blank lines": 1}
+        assert lines.noted.skipped == {"blank lines": 1}
 
 
 MALFORMED = [
@@ -243,7 +243,7 @@ def test_real_files(shared_data, config):
     assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
     source = Source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
     documents = list(itertools.islice(source, 200))
-    assert source.skipped == {}
+    assert source.noted.skipped == {}
     assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
 
@@ -273,7 +273,7 @@ def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_fil
         table = Source(config(source="parquet", path=write_parquet(CHATS), chat_template=template))
         objects = Source(config(source="jsonl", path=lines, chat_template=template))
         assert [document.parts for document in table] == [document.parts for document in objects]
-        assert table.skipped == objects.skipped == {"conversations without an answer": 1}
+        assert table.noted.skipped == objects.noted.skipped == {"conversations without an answer": 1}
         assert table.find_form().chat_template == objects.find_form().chat_template
         assert table.done == table.total
 
@@ -292,7 +292,7 @@ def test_a_line_beyond_the_limit_is_named_and_skipped_unread(config, text_file, 
         ):
             list(Source(config(source="jsonl", path=packed)))
     source = Source(config(source="jsonl", path=text_file(whole + long + whole, "a.jsonl"), broken="skip"))
-    assert (names(source), source.skipped) == (["a.jsonl:1", "a.jsonl:3"], {"broken lines": 1})
+    assert (names(source), source.noted.skipped) == (["a.jsonl:1", "a.jsonl:3"], {"broken lines": 1})
     with pytest.raises(ValueError, match=r"c\.json: a list of more than 50 bytes"):
         list(Source(config(source="jsonl", path=text_file("[" + " " * 60 + "]", "c.json"))))
 
@@ -342,7 +342,7 @@ def test_a_saved_data_set_is_read_row_by_row(datasets, config, tmp_path):
     (document,) = source
     assert document.name == "set:1"
     assert "".join(part.text for part in document.parts if part.is_target) == "Hello<|im_end|>"
-    assert source.skipped == {"conversations without an answer": 1}
+    assert source.noted.skipped == {"conversations without an answer": 1}
     assert (source.done, source.total, source.unit) == (2, 2, "rows")
     assert source.describe() == "set, {documents} documents (messages, chatml)"
     assert source.identity == read().identity
@@ -451,7 +451,7 @@ def test_tests_and_packages_are_left_out_and_broken_files_are_counted(tmp_path, 
     source = Source(DataConfig())
     for _ in range(2):
         assert len(list(source)) == 6
-        assert source.skipped == {"files that do not parse": 2}
+        assert source.noted.skipped == {"files that do not parse": 2}
 
 
 BROKEN = {3: '{"prompt": "a"', 5: '{"prompt": 1, "completion": "b"}', 9: "[1]", 11: '{"completion": "b"}'}
@@ -464,7 +464,7 @@ def test_broken_records_are_all_named_or_left_out(config, text_file):
         list(Source(config(source="jsonl", path=path)))
     assert "4 broken lines: chats.jsonl:3, 5, 9, 11; data.broken=skip leaves them out" in str(caught.value)
     store = TokenStore(prepare(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte")))
-    assert (store.num_documents, store.skipped) == (7, {"broken lines": 4, "empty completions": 1})
+    assert (store.num_documents, store.noted.skipped) == (7, {"broken lines": 4, "empty completions": 1})
     corpus = load_corpus(config(source="jsonl", path=path, broken="skip"), TokenizerConfig("byte"), limit=99)
     assert corpus.skipped == ["4 broken lines: chats.jsonl:3, 5, 9, 11", "1 empty completion: chats.jsonl:7"]
     with pytest.raises(ValueError, match="not JSON"):  # the store of `skip` is not that of `error`

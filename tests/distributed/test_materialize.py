@@ -153,33 +153,34 @@ def test_a_model_that_is_no_part_of_the_whole_is_refused():
         materialize([model], tiny.drawn("gpt"), shapes, World())
 
 
-def _tampered(world, way, name, rank):
+def _tampered(world, way, places):
+    """The errors after a change of one number of a tensor on a rank, for each place (tensor, rank)."""
     (model,) = _divided(world, "gpt", way)
     materialize([model], tiny.drawn("gpt"), tiny.whole_shapes("gpt"), world)
-    held = dict(model.named_parameters())
+    held, errors = dict(model.named_parameters()), []
     same = check_equal(held, world)
     assert len(set(world.gather(same))) == 1
-    if world.rank == rank:
-        with torch.no_grad():
-            local(held[name]).view(-1)[0] += 1
-    try:
-        other = check_equal(held, world)
-    except RuntimeError as error:
-        return str(error)
-    assert other != same
-    return ""
+    for name, rank in places:
+        number = local(held[name]).detach().view(-1)[:1]
+        kept = number.clone()
+        number += world.rank == rank
+        try:
+            assert check_equal(held, world) != same
+        except RuntimeError as error:
+            errors.append(str(error))
+        number.copy_(kept)
+    return errors
 
 
 def test_ranks_whose_pieces_differ_are_named(pools):
-    for told in pools(4).run(_tampered, "tensors", "norm.weight", 2):
-        assert told.startswith("ranks [2] hold another norm.weight than rank 0 (1 tensors in all)")
-    name = "blocks.1.feed_forward.up.weight"
-    for told in pools(4).run(_tampered, "tensors", name, 3):  # rows 32 to 64, as rank 1
-        assert told.startswith(f"ranks [3] hold another {name}[32:64, 0:32] than rank 1")
+    name = "blocks.1.feed_forward.up.weight"  # rank 3 has rows 32 to 64, as rank 1
+    for whole, piece in pools(4).run(_tampered, "tensors", [("norm.weight", 2), (name, 3)]):
+        assert whole.startswith("ranks [2] hold another norm.weight than rank 0 (1 tensors in all)")
+        assert piece.startswith(f"ranks [3] hold another {name}[32:64, 0:32] than rank 1")
 
 
 def test_pieces_that_only_one_rank_holds_cannot_differ(pools):
-    assert pools(2).run(_tampered, "shards", "norm.weight", 1) == ["", ""]
+    assert pools(2).run(_tampered, "shards", [("norm.weight", 1)]) == [[], []]
 
 
 # Hashes

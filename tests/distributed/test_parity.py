@@ -184,7 +184,7 @@ FAST = [
     *of(4, "ulysses=2 pipeline=2", "families", "sgd", 1),
     *of(4, "context=2 tensor=2", "llama", "sgd", 1, shares=True),
     *of(4, "zero3 tensor=2", "wide", "sgd", adapter="qdora"),
-    *of(8, "zero3 tensor=2 pipeline=2 interleaved", "llama", "sgd", 1),
+    *of(4, "zero3 pipeline=2 interleaved", "llama", "sgd", 1),
 ]
 ADAPTED = {
     2: "tensor=2, ulysses=2, pipeline=2, pipeline=2 interleaved, zero1, zero2, zero3, zero3 offload=cpu",

@@ -220,7 +220,7 @@ def failing(world):
 
 
 def test_an_error_of_a_stage_is_raised_and_no_rank_hangs(pool_type):
-    pool = pool_type(2, timeout_seconds=2.0)
+    pool = pool_type(2, timeout_seconds=1.0)
     first, last = pool.outcomes(failing)
     assert f"ValueError: token {VOCABULARY} is outside the vocabulary" in first.error
     assert last.error

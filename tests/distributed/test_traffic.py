@@ -12,7 +12,7 @@ from parallel_tables.step import third_step
 
 def counted(world, case):
     case = traffic.Case(*case)
-    step = third_step(world, {}, case.config, case.lengths)
+    step = third_step(world, case.config, case.lengths)
     return step.calls, step.sent
 
 

@@ -63,7 +63,7 @@ def run(words: list[str]) -> None:
 
 def run_until_read_only(words: list[str], disk: str, step: int) -> None:
     """Train; the disk, a mount point, becomes read-only before this step is recorded."""
-    from multipack.training.run_log import RunLog
+    from multipack.training.run_files import RunLog
 
     record = RunLog.record
 
@@ -131,7 +131,7 @@ def prepare_in_parts(words: list[str]) -> None:
 def create(path: str, config: str, go: str) -> None:
     """Make the directory of a new run and lock its log, when the file `go` appears."""
     from multipack.run import RunDirectory
-    from multipack.training.run_log import RunLog
+    from multipack.training.run_files import RunLog
 
     while not Path(go).exists():
         pass

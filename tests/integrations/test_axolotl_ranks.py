@@ -62,17 +62,6 @@ def test_documents_that_fill_no_round_are_left_out(sequential, monkeypatch):
     assert len(MultipackBatchSampler(divided, 1, 10, lengths, sequential=sequential)) == 2
 
 
-def test_documents_above_the_bin_have_bins_of_their_own_by_default():
-    """Evaluation may allow longer documents than training: eval_sequence_len above sequence_len."""
-    lengths = lognormal(60, longest=1000)
-    lengths[[3, 40]] = 300, 1000
-    with pytest.warns(UserWarning, match="each have a separate bin"):
-        sampler = MultipackBatchSampler(shuffled(lengths), 1, 256, lengths, bin_size=200)
-    held = [held for batch in sampler for held in batch]
-    assert sorted(documents_of(sampler.generate_batches())) == list(range(60))
-    assert all(len(each) == 1 or lengths[each].sum() <= 256 for each in held)
-
-
 def first_fit_bins(lengths, capacity, limit):
     """Bins of Axolotl's packing: in the sampler's order, each document into the first bin with room and a place."""
     rooms, sizes, first, shortest = [], [], 0, min(lengths)

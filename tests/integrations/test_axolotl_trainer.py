@@ -192,21 +192,11 @@ def verdict(config, tmp_path, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"multipack_prob": False}, "multipack_prob is not a key of the multipack plugin; did you mean"),
-        ({"multipack_probe": "no"}, "multipack_probe must be true or false, got 'no'"),
-        ({"multipack": 2}, "multipack must be true or false, got 2"),
-        ({"multipack_overlong": "cut"}, "multipack_overlong='cut' is unknown; choose one of"),
-        ({"sample_packing": False}, "the multipack plugin packs documents: set sample_packing: true"),
-        ({"sample_packing": True, "batch_flattening": True}, "fills them: remove batch_flattening"),
-        ({"use_pose": True}, "use_pose=True leaves gaps"),
-    ],
-)
-def test_settings_that_are_refused(verdict, changes, message):
-    assert message in verdict(**changes)
-    assert "\n" not in verdict(**changes)
+def test_a_refusal_is_one_line(verdict):
+    """Before Axolotl's own validation, whose errors have many; `test_axolotl_plugin` has all of them."""
+    message = verdict(multipack_prob=False)
+    assert "multipack_prob is not a key of the multipack plugin; did you mean" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -73,10 +73,8 @@ def test_settings_that_are_refused(tmp_path, given, message):
             [*ROWS, {"input_ids": [1] * 40}],
             r"document 4 has 40 tokens.*per_device_train_batch_size=2.*capacity=20",
         ),
-        ([{"text": "a"}], r"no column input_ids \(it has text\): tokenize"),
         (iter(ROWS), "load it without streaming"),
         (Stream(), "Stream is a stream.*load it without streaming"),
-        ([{"input_ids": [1]}, {"input_ids": []}], "document 1"),
         (None, "train_dataset"),
     ],
 )

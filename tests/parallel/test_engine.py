@@ -105,22 +105,6 @@ def test_clip_returns_the_norm_before_and_zero_never_clips(engine):
     assert norm_of(engine.model) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_state_round_trips_and_training_continues_equally(engine):
-    batches = [torch.randn(4, 3) for _ in range(4)]
-    for rows in batches[:2]:
-        engine.forward_backward([rows], 4)
-        engine.step(0.01)
-    saved = {part: {k: v.clone() for k, v in group.items()} for part, group in engine.state().items()}
-    other = engine_of()
-    other.load_state(tiny.Whole(saved))
-    assert same(other.state(), engine.state())
-    for rows in batches[2:]:
-        for each in (engine, other):
-            each.forward_backward([rows], 4)
-            each.step(0.01)
-    assert same(other.state(), engine.state())
-
-
 def test_a_checkpoint_of_another_model_is_refused(engine):
     state = engine.state()
     fewer = {name: tensor for name, tensor in state["model"].items() if name != "scale"}
@@ -136,14 +120,6 @@ def test_evaluation_changes_neither_mode_nor_gradients(engine):
         assert not model.training
         assert not model(torch.randn(2, 3)).requires_grad
     assert engine.model.training
-
-
-def test_bf16_runs_matrix_products_in_bfloat16():
-    model = SumOfSquares()
-    engine = ModelEngine([model], build_optimizer(model, OptimizerConfig()), Mesh(World()), torch.bfloat16)
-    with engine.autocast():
-        assert model.linear(torch.randn(2, 3)).dtype == torch.bfloat16
-    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_steps_are_those_of_the_optimizer_in_memory(tmp_path, name):
     weights = []
     for wrap in (
         lambda optimizer: optimizer,
-        lambda optimizer: MappedOptimizer(optimizer, MappedFiles(tmp_path, 0)),
+        lambda optimizer: MappedOptimizer(optimizer, MappedFiles(tmp_path)),
     ):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict(
@@ -64,7 +64,7 @@ def test_state_takes_no_memory_between_steps(tmp_path):
     for mapped in (False, True):
         model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2304, bias=False) for _ in range(3)))
         optimizer = build_optimizer(model, OptimizerConfig())
-        files = MappedFiles(tmp_path, 0)
+        files = MappedFiles(tmp_path)
         optimizer = MappedOptimizer(optimizer, files) if mapped else optimizer
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -79,16 +79,16 @@ def test_state_takes_no_memory_between_steps(tmp_path):
 
 def test_bad_folders_and_full_disks_are_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"parallel\.offload_folder=.*nowhere is not a folder"):
-        MappedFiles(str(tmp_path / "nowhere"), 0)
+        MappedFiles(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"parallel\.offload_folder=/proc cannot be written"):
-        MappedFiles("/proc", 0)
+        MappedFiles("/proc")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match=r"(?s)No space left.*rank-00003-") as caught:
-        MappedFiles(str(tmp_path), 3).empty_like(torch.zeros(4))
+    with pytest.raises(OSError, match="No space left") as caught:
+        MappedFiles(str(tmp_path)).empty_like(torch.zeros(4))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     for words, message in (

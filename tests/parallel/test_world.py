@@ -143,7 +143,7 @@ def test_an_error_of_an_nccl_rank_is_printed_and_ends_the_process(error, message
     """Leaving the process group waits for ranks that are in a collective, and so do threads."""
     place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, "-c", ENDS.format(error=error)]
-    done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, timeout=90)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == message
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths
+from multipack.planning import LARGEST_CAPACITY
+from multipack.planning.lengths import check_lengths
 from multipack.planning.packing import Packs, pack
 
 METHODS = ["next_fit", "first_fit_decreasing", "best_fit", "fewest"]

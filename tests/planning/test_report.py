@@ -73,9 +73,9 @@ def test_measures_by_hand():
     assert measure.utilization(loads) == 8 / (2 * 5)
     assert measure.spread(loads).tolist() == [2, 0]
     assert measure.efficiency(90, 3, 2, 20) == 0.75
-    assert measure.even(10, 99).tolist() == list(range(10))
-    assert measure.even(10, 2).tolist() == [2, 7]
-    assert measure.even(7, 1).tolist() == [3]
+    assert measure.evenly_spaced(10, 99).tolist() == list(range(10))
+    assert measure.evenly_spaced(10, 2).tolist() == [2, 7]
+    assert measure.evenly_spaced(7, 1).tolist() == [3]
 
 
 def test_a_report_by_hand():

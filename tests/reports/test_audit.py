@@ -14,7 +14,7 @@ from multipack.planning.stream import PackStream
 from multipack.reports.audit import audit
 from multipack.reports.summary import audit_rows
 from multipack.run import RunDirectory
-from multipack.training.run_log import RunLog
+from multipack.training.run_files import RunLog
 
 
 class History:

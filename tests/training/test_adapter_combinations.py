@@ -11,7 +11,7 @@ from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-from multipack.training.objective import REFERENCE
+from multipack.training.preferences import REFERENCE
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
 

@@ -19,7 +19,7 @@ from multipack.run import RunDirectory, find_run
 from multipack.training import checkpoint_tensors
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint, name_of, restore_rng
 from multipack.training.run_config import compose
-from multipack.training.run_log import RunLog
+from multipack.training.run_files import RunLog
 from multipack.training.train import train
 from multipack.words import read_yaml
 

@@ -4,10 +4,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from multipack.training import checks
+from multipack.training.assemble import open_model
+from multipack.training.blueprint import open_engine
 from multipack.training.checks import check, check_kind
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 
 SHARED = "data=jsonl data.path=x data.share_prefixes=all"
@@ -79,3 +83,26 @@ def test_objectives_ask_for_their_kind():
         corpus = SimpleNamespace(train=SimpleNamespace(store=SimpleNamespace(kind=kind)))
         with pytest.raises(ValueError, match=r"train\.z_loss"):
             Preferences(compose(["train.z_loss=1e-4"]), corpus)
+
+
+def test_ranks_divide_the_vocabulary_of_the_tokenizer():
+    """Settings leave it open, so that it is checked again when the tokenizer is there."""
+    config = compose(["model=tiny", "model.kv_heads=2", "parallel.tensor=2"])
+    check(config, 2)
+    start, mesh = (
+        SimpleNamespace(shape=config.shape_with(257)),
+        SimpleNamespace(world=SimpleNamespace(size=2)),
+    )
+    with pytest.raises(ValueError, match=r"model\.vocabulary_size=257: use model\.vocabulary_size=258"):
+        open_model(config, None, start, mesh, None)
+
+
+@pytest.mark.parametrize("rules", ["[embedding freeze,blocks.0 freeze]", "[blocks.0 freeze]"])
+def test_the_first_stage_has_trained_parameters(rules):
+    words = ["model.tied=false", "model.layers=2", "parallel.pipeline=2", f"optimizer.rules={rules}"]
+    config = compose(["model=tiny", *words])
+    mesh = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
+    refused = pytest.raises(ValueError, match=r"optimizer\.rules .*parallel\.pipeline=1")
+    goes_on = pytest.raises(AttributeError, match="size")  # the next check asks for the other ranks
+    with refused if "embedding" in rules else goes_on:
+        open_engine(config, None, config.shape_with(257), None, mesh, torch.float32, None)

@@ -18,7 +18,8 @@ from multipack.training import train as train_module
 from multipack.training.assemble import resolve
 from multipack.training.blueprint import open_engine
 from multipack.training.checks import check
-from multipack.training.objective import Objective, Preferences
+from multipack.training.objective import Objective
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import compose
 from multipack.training.run_report import header_rows
 

@@ -21,7 +21,8 @@ from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 from multipack.training import export as export_module
 from multipack.training.export import export, loading_code
-from multipack.training.inference import find_template, load_run
+from multipack.training.inference import load_run
+from multipack.training.source_files import find_template
 from multipack.training.weights import find_weights
 
 LLAMA = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)

@@ -22,8 +22,8 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
 from multipack.training.checks import check
-from multipack.training.feed import StreamFeed
 from multipack.training.run_config import compose
+from multipack.training.stream_feed import StreamFeed
 from multipack.training.train import train
 
 LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(int)

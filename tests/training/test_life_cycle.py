@@ -12,8 +12,8 @@ from multipack.cli import app
 from multipack.data.text import chat, data_config
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.run import RunDirectory
-from multipack.training.inference import find_template
 from multipack.training.run_config import compose, compose_run
+from multipack.training.source_files import find_template
 from multipack.training.train import train
 from multipack.words import ConfigError
 

@@ -34,7 +34,7 @@ from multipack.shapes import ModelShape
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export, loading_code
 from multipack.training.inference import load_model, print_completions
-from multipack.training.objective import Preferences, read_reference
+from multipack.training.preferences import Preferences, read_reference
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_doctor import examine_run
 from multipack.training.train import train

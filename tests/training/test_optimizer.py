@@ -12,9 +12,8 @@ from multipack.parallel.optimizers import OPTIMIZERS, SMALLER_STATES, OptimizerN
 from multipack.shapes import ModelShape
 from multipack.training.checks import check
 from multipack.training.optimizer import build_optimizer, optimizer_text, parameter_options
-from multipack.training.rules import read_rule
 from multipack.training.run_config import compose
-from multipack.training.settings import OptimizerConfig
+from multipack.training.settings import OptimizerConfig, read_rule
 
 
 @pytest.fixture

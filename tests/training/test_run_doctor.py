@@ -12,7 +12,7 @@ from multipack.run import RunDirectory, resume_command
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose_run
 from multipack.training.run_doctor import examine_run
-from multipack.training.run_log import divide_log
+from multipack.training.run_files import divide_log
 from multipack.training.train import train
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from multipack.run import RunDirectory
-from multipack.training.run_log import RunLog
+from multipack.training.run_files import RunLog
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_file_with_another_beginning_is_refused_and_kept(run, content):
 
 def test_two_processes_cannot_write_one_run(run):
     code = (
-        "import sys; from multipack.run import RunDirectory; from multipack.training.run_log import RunLog;"
+        "import sys; from multipack.run import RunDirectory; from multipack.training.run_files import RunLog;"
         "log = RunLog(RunDirectory(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

@@ -16,14 +16,14 @@ import torch
 from multipack.cli import main
 from multipack.models.decoder import Decoder
 from multipack.run import RunDirectory
+from multipack.training.apply import StopRequest
 from multipack.training.callbacks import spikes
 from multipack.training.callbacks.callback import NonFiniteLoss, RunStopped
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
+from multipack.training.pack_loaders import Validation
 from multipack.training.run_config import compose, compose_run
-from multipack.training.stop_request import StopRequest
 from multipack.training.train import train
-from multipack.training.validation import Validation
 
 CALLBACKS = [
     "train.ema_decay=0.9",

@@ -15,25 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from multipack.untrusted import printable_json
-
-
-class _Command(TyperCommand):
-    """A command whose --picture may have its file after a space or after "=", although it is optional."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the command line."""
-        parts = [arg.split("=", 1) if arg.startswith("--picture=") else [arg] for arg in args]
-        return super().parse_args(ctx, [part for each in parts for part in each])
 
 
 def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
     """Add commands with their docstrings as help texts, in which lines of examples are not wrapped."""
     for command in commands:
         text = inspect.getdoc(command) or ""
-        app.command(cls=_Command, help=text.replace("Examples:", "\b\nExamples:"))(command)
+        app.command(help=text.replace("Examples:", "\b\nExamples:"))(command)
 
 
 def argument(name: str, text: str) -> Any:

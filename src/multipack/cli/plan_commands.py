@@ -14,6 +14,7 @@ import typer
 from multipack.cli.command_options import (
     Json,
     Source,
+    option,
     print_json,
     settings_argument,
     settings_option,
@@ -40,6 +41,8 @@ PLANNED = (
     *("world_size", "context", "sync", "seed", "epoch", "sample", "padded_batch_size"),
 )
 """Settings that a plan and its report depend on."""
+MOST_INTERPRETED, INTERPRETED_SECONDS = 4000, 0.4
+"""Documents up to which Python plans, and for how long, before the compiled planner is loaded, which takes 0.9 s."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""
 
@@ -55,14 +58,9 @@ def plan(
     ] = None,
     as_json: Json = False,
     picture: Annotated[
-        bool,
-        typer.Option(
-            "--picture",
-            help="Draw 24 documents and 8 packs; with FILE.png, .svg or .html after it: a picture of the plan.",
-        ),
-    ] = False,
+        Path | None, option("FILE.html for a page, FILE.png or .svg for a picture of the plan.", "--picture")
+    ] = None,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
-    tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
     settings: Annotated[bool, settings_option("PlanCommand", *PLANNED, module=SETTINGS)] = False,
 ) -> None:
     """Plan an epoch, report on its packs, and draw a step.
@@ -78,23 +76,31 @@ def plan(
     the path of a Hugging Face config.json. `multipack plan --settings` lists
     all settings.
     """
+    import numpy as np
+
     from multipack.cli.plan_settings import compose_plan
+    from multipack.planning.kernels import interpreted
     from multipack.reports.console import Console
     from multipack.reports.summary import verdict
 
-    words, file = _without_file(words or [], picture)
-    path, command, trained = compose_plan(words)
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ValueError(f"--picture {picture} must end with {', '.join(PICTURES)}")
+    if picture is not None and picture.suffix != ".html":  # before a plan that may take long
+        import_extra("matplotlib", "--picture", "pictures")
+    path, command, trained = compose_plan(words or [])
     console = Console(stream=sys.stderr if as_json else None)
     source = _documents(path, command, console)
-    made = _made(source, command, console)
-    if as_json:
-        print_json(_values(made, command))
-        return
-    drawn = _draw(made.plan, step, tokens_per_character, picture, console.columns)
-    _print(console, made, source, command, drawn if file is None else "")
-    if file is not None:
-        _write_picture(file, made, source, command, step, trained)
-        console.line(f"\npicture written: {file}")
+    few = isinstance(source.lengths, np.ndarray) and len(source.lengths) <= MOST_INTERPRETED
+    with interpreted(INTERPRETED_SECONDS if few else 0):
+        made = _made(source, command, console)
+        if as_json:
+            print_json(_values(made, command))
+            return
+        drawn = _draw(made.plan, step, console.columns)
+        _print(console, made, source, command, drawn if picture is None else "")
+        if picture is not None:
+            _write_picture(picture, made, source, command, step, trained)
+            console.line(f"\npicture written: {picture}")
     console.line()
     console.paragraph(verdict(made.report, made.share, command.world_size))
     console.line(f"to train with this plan:\n  {trained}")
@@ -207,12 +213,12 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
     """
     from multipack.planning.placement import Placing, Prices
     from multipack.planning.placement_report import measure_context
-    from multipack.planning.report import even
+    from multipack.planning.report import evenly_spaced
 
     cost, ranks = planned.cost_model, command.context
     if ranks == 1 or cost.shape is None or planned.min_prefix is not None:
         return []
-    numbers = even(planned.num_packs, CONTEXT_PACKS).tolist()
+    numbers = evenly_spaced(planned.num_packs, CONTEXT_PACKS).tolist()
     packs = [
         planned.order[planned.pack_offsets[number] : planned.pack_offsets[number + 1]] for number in numbers
     ]
@@ -221,41 +227,25 @@ def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
     return measure_context([planned.slots[pack] for pack in packs], placing, slots, cost.shape)
 
 
-def _without_file(words: list[str], picture: bool) -> tuple[list[str], Path | None]:
-    """The words without the file of a picture, and this file."""
-    files = [word for word in words if word.endswith(PICTURES) and "=" not in word]
-    others = [word for word in words if "=" not in word]
-    if picture and not files and len(others) > 1:  # one names the documents
-        raise ValueError(
-            f"--picture writes files that end with {', '.join(PICTURES)}: {' and '.join(others)} do not"
-        )
-    if files and not picture:
-        raise ValueError(f"{files[0]} is no setting; for a picture of the plan use --picture {files[0]}")
-    if len(files) > 1:
-        raise ValueError(f"--picture writes one file, and {' and '.join(files)} are given")
-    if files and not files[0].endswith(".html"):  # before a plan that may take long
-        import_extra("matplotlib", "--picture", "pictures")
-    return [word for word in words if word not in files], Path(files[0]) if files else None
-
-
 def _write_picture(
     file: Path, made: Made, source: Planned, command: PlanCommand, step: int, trained: str
 ) -> None:
     """Write the picture of a plan, of the kind that the name of its file ends with."""
     from multipack.atomic import write_atomically
     from multipack.reports.plan_page import plan_page
-    from multipack.reports.plan_picture import draw_plan
     from multipack.reports.plan_view import plan_view
 
     view = plan_view(made.plan, made.report, step, command.padded_batch_size, made.share, trained)
     if file.suffix == ".html":
         write_atomically(file, plan_page(view, f"Plan of {Path(source.name).name}", made.rows))
     else:
+        from multipack.reports.plan_picture import draw_plan  # imports Matplotlib
+
         write_atomically(file, draw_plan(view, file.suffix[1:]))
 
 
-def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, columns: int) -> str:
-    """Return the picture of a step: about 30 lines, or more with `large`."""
+def _draw(planned: Plan, step: int, columns: int) -> str:
+    """Return the picture of a step: about 30 lines."""
     from multipack.reports.picture import draw_step
 
     steps = planned.num_steps
@@ -263,10 +253,7 @@ def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, colu
         raise ValueError(
             f"--step {step}: the plan has {steps:,} steps; use 0 … {steps - 1}, or -1 for the last"
         )
-    sizes = {} if large else {"max_documents": 4, "max_packs": 4}
-    columns = max(min(columns - 8, 72), 8)
-    scale = tokens_per_character or None
-    return draw_step(planned, step, tokens_per_character=scale, columns=columns, **sizes)
+    return draw_step(planned, step, max(min(columns - 8, 72), 8))
 
 
 def pack(

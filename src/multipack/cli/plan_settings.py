@@ -13,11 +13,11 @@ from multipack.planning.packing import Method
 from multipack.ranges import Count, Positive, check_ranges
 from multipack.run import is_export, is_peft
 from multipack.shapes import SHAPES, ModelShape
-from multipack.training.given_checks import check_adapter_words
 from multipack.training.other_names import translate
 from multipack.training.run_config import (
     Config,
     ModelConfig,
+    check_adapter_words,
     folder_of_weights,
     resolve_weights,
     saved_shape,

@@ -54,8 +54,8 @@ def config(
     from multipack.run import config_yaml
     from multipack.training.run_config import compose, compose_run
 
-    composed, default = compose_run(words or []), compose([])
-    typer.echo(config_yaml(composed, default if changed else None), nl=False)
+    composed = compose_run(words or [])
+    typer.echo(config_yaml(composed, compose([]) if changed else None), nl=False)
 
 
 def prepare(
@@ -93,9 +93,8 @@ def prepare(
     from multipack.data.views.shown import MOST_TOKENS
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
-    from multipack.training.given_checks import check_documents_named
     from multipack.training.other_names import translate
-    from multipack.training.run_config import compose, resolve_weights
+    from multipack.training.run_config import check_documents_named, compose, resolve_weights
     from multipack.words import given_values
 
     console, path = Console(stream=sys.stderr if as_json else None), report

@@ -51,6 +51,8 @@ RENAMED: dict[str, tuple[str, type]] = {
     "mlflow_run_name": ("track.name", str),
     "trackio_project_name": ("track.project", str),
     "trackio_run_name": ("track.name", str),
+    "wandb_mode": ("track.mode", str),
+    "lora_modules_to_save": ("adapter.train", list),
 }
 """Key → setting of the same meaning, and the type of its value."""
 
@@ -73,7 +75,6 @@ FUNCTIONS: dict[str, Rule] = {
     "load_in_4bit": models.quantized_base,
     "lora_target_linear": lambda value, keys: Honored({"adapter.targets": ["all-linear"]}),
     "lora_target_modules": models.targets,
-    "lora_modules_to_save": lambda value, keys: Honored({"adapter.train": list(value)}),
     "loraplus_lr_ratio": partial(rules.rate_of, "*.lora_b", relative=True),
     "embedding_lr_scale": partial(rules.rate_of, "embedding", relative=True),
     "embedding_lr": partial(rules.rate_of, "embedding", relative=False),
@@ -121,7 +122,6 @@ FUNCTIONS: dict[str, Rule] = {
     "quantize_moe_experts": lambda value, keys: (
         NOTHING if value else Honored(note="adapter.quantize quantizes experts too")
     ),
-    "wandb_mode": lambda value, keys: Honored({"track.mode": str(value)}),
 }
 """Key → function, which may read other keys too."""
 

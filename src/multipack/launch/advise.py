@@ -59,10 +59,11 @@ QUESTIONS = {
     "tensor": "Is a layer too large, or the link within a host fast enough to divide every matrix?",
     "pipeline": "Are links slow? The stages of a pipeline send least.",
     "together": "Does it take several of these together?",
-    "adapters": "Do adapters beside trained weights of 4 bits fit (adapter=qlora)?",
     "states": "Do smaller optimizer states fit (moments in bfloat16, or in 8 bits)?",
+    "adapters": "Do adapters beside trained weights of 4 bits fit (adapter=qlora)?",
+    "offload": "Does it fit with the memory of hosts (offload)?",
 }
-"""Family of parallelism → question that it answers; the smallest change to a model first."""
+"""Family of parallelism, or another way to less memory → question that it answers; the smallest change first."""
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 """Values of `parallel.offload`, fastest first."""
 
@@ -275,31 +276,28 @@ def advise(request: AdviseRequest) -> Advice:
     everything = list(candidates(request))
     if request.devices == 1 and not any(each.fits for each in _resident(everything)):
         everything += smaller_packs(request)
-    # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
     resident = _resident(everything)
+    tries = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
+    tries["packs"] = [each for each in tries["ddp"] if each.request is not request]
+    tries["ddp"] = [each for each in tries["ddp"] if each.request is request]
     chosen = _simplest(resident)
-    smaller = list(smaller_states(request)) if chosen is None else []
-    chosen = chosen or _simplest(smaller)
-    adapted = list(quantized(request)) if chosen is None else []
-    chosen = chosen or _simplest(adapted) or _simplest(everything)
+    for question, made in (("states", smaller_states), ("adapters", quantized)):
+        if chosen is None:
+            tries[question] = list(made(request))
+            chosen = _simplest(tries[question])
+    # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
+    if resident != everything and (chosen is None or tries["adapters"]):
+        tries["offload"] = everything
+        chosen = chosen or _simplest(everything)
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
-
-    families = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
-    families["packs"] = [each for each in families["ddp"] if each.request is not request]
-    families["ddp"] = [each for each in families["ddp"] if each.request is request]
-    for family, members in (
-        families | {"states": smaller, "adapters": adapted, "offload": everything}
-    ).items():
-        if not members or (
-            family == "offload" and ((chosen in rows and not adapted) or resident == everything)
-        ):
+    for family, members in tries.items():
+        if not members:
             continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
         if chosen not in rows:
-            question = QUESTIONS.get(family, "Does it fit with the memory of hosts (offload)?")
-            path.append((question, _answer(best, chosen)))
+            path.append((QUESTIONS[family], _answer(best, chosen)))
         shown = members if family in ("ddp", "zero") else [best]
         if request.devices == 1 and family == "offload":
             shown = [each for each in members if each.config.offload != "none"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from multipack.parallel.optimizers import OptimizerName
+from multipack.ranges import Amount, Positive, Range, Share, check_ranges
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.words import byte_count
@@ -24,22 +25,21 @@ TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
 class PackSize:
     """The packs of a run."""
 
-    capacity: int = 8192
+    capacity: Annotated[int, Range(2)] = 8192
     """Slots of a pack, at least the longest document."""
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if self.capacity < 2:
-            raise ValueError(f"plan.capacity={self.capacity} must be at least 2")
+        check_ranges(self, "plan.")
 
 
 @dataclass
 class AdviseRequest:
     """What to train, and on which devices."""
 
-    devices: int = 8
+    devices: Positive = 8
     """Number of devices (processes)."""
-    devices_per_host: int = 8
+    devices_per_host: Positive = 8
     """Devices of a host, which share the faster link."""
     memory: str = "80GiB"
     """Memory of a device: a number and GiB, GB, MiB, MB or TiB."""
@@ -48,36 +48,30 @@ class AdviseRequest:
     link: Literal["fast", "slow"] = "fast"
     """fast = NVLink and InfiniBand, slow = PCIe and shared Ethernet; the assumed bandwidths are printed."""
     plan: PackSize = field(default_factory=PackSize)
-    micro_batches: int = 4
+    micro_batches: Positive = 4
     """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
     dtype: Dtype = "bf16"
     """Precision of forward passes: train.dtype."""
     optimizer: Literal["auto", OptimizerName] = "auto"
     """optimizer.name; auto = adamw, or adamw_bf16 or adamw_8bit, whose states are smaller, where only these fit."""
-    document_tokens: int = 1024
+    document_tokens: Positive = 1024
     """Tokens of a typical document, which determine the cost of attention."""
     lengths: str = ""
     """File of lengths (.npy) or token store, whose packs show the balance of context ranks; empty = document_tokens."""
-    reserve: float = 0.1
+    reserve: Share = 0.1
     """Share of the memory reserved for the allocator, CUDA and NCCL."""
-    teraflops: float = 0.0
+    teraflops: Amount = 0.0
     """TFLOP/s of matrix products on a device; 0 = 400 in bf16 and fp16, 200 in fp32."""
-    host_bandwidth: float = 0.0
+    host_bandwidth: Amount = 0.0
     """GB/s that a device sends within its host; 0 = given by link."""
-    network_bandwidth: float = 0.0
+    network_bandwidth: Amount = 0.0
     """GB/s that a device sends to other hosts; 0 = given by link."""
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        least = dict.fromkeys(("devices", "devices_per_host", "micro_batches", "document_tokens"), 1)
-        least |= {"teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve} must be in [0, 1)")
+        """Check ranges, and numbers that go together."""
+        check_ranges(self)
         self.devices_per_host = min(self.devices_per_host, self.devices)
         if self.devices % self.devices_per_host:
             near = max(1, round(self.devices / self.devices_per_host)) * self.devices_per_host

@@ -16,7 +16,7 @@ from multipack.planning.cost import CostModel
 from multipack.planning.placement import Placing, Prices
 from multipack.planning.placement_report import ContextMeasure, measure_context
 from multipack.planning.plan import plan
-from multipack.planning.report import even
+from multipack.planning.report import evenly_spaced
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
@@ -43,7 +43,7 @@ def packs_of(path: str, capacity: int, document_tokens: int) -> tuple[Integers, 
     if len(lengths) > SAMPLE:
         lengths = np.random.default_rng(0).choice(lengths, SAMPLE, replace=False)
     made = plan(lengths, capacity=capacity, packs_per_step=PACKS)
-    starts, numbers = made.pack_offsets, even(made.num_packs, PACKS).tolist()
+    starts, numbers = made.pack_offsets, evenly_spaced(made.num_packs, PACKS).tolist()
     return tuple(lengths[made.order[starts[number] : starts[number + 1]]] for number in numbers)
 
 

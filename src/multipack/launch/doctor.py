@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.launch.allocation import find_allocation, find_launchers
-from multipack.machine import Finding, Status, explain_missing, install_words
+from multipack.machine import Finding, MissingExtra, Status, explain_missing, install_words
 from multipack.parallel.ranks import LAUNCHERS, find_ranks
 
 LEAST_FREE_BYTES = 1 << 30
@@ -62,9 +62,10 @@ def examine(
             for finding in check(environment):
                 found.append(replace(finding, area=area))
         except Exception as error:
-            missing = explain_missing(error, "it") if isinstance(error, ModuleNotFoundError) else error
-            if missing is not error:  # the user installed multipack without an extra
-                found.append(Finding("not checked", "ok", str(missing), area=area))
+            if isinstance(error, ModuleNotFoundError):
+                error = explain_missing(error, "it")
+            if isinstance(error, MissingExtra):  # the user installed multipack without it
+                found.append(Finding("not checked", "ok", str(error), area=area))
                 continue
             remedy = "if this machine is not the cause, please report it as a bug of multipack"
             found.append(Finding("check", "fail", f"{type(error).__name__}: {error}", remedy, area))
@@ -73,7 +74,7 @@ def examine(
 
 def _can_train() -> bool:
     """Whether torch is installed, without importing it."""
-    with suppress(ModuleNotFoundError):
+    with suppress(ModuleNotFoundError):  # where an import hook blocks torch
         return importlib.util.find_spec("torch") is not None
     return False
 

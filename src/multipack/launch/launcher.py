@@ -274,17 +274,17 @@ def launch(
     if request.node_rank < 0:
         found = find_launchers(os.environ)
         allocation = replace(allocation, launchers=found, here=socket.gethostname())
-        chosen = choose_launcher(request, allocation, lay_out(request, allocation))
-        if not (request.port or allocation.job or len(allocation.hosts) > 1 or chosen == "torchrun"):
-            with socket.socket() as listener:  # runs on one host need different ports
-                listener.bind(("", 0))
-                request = replace(request, port=listener.getsockname()[1])
-    command, layout = launch_command(request, allocation), lay_out(request, allocation)
-    check(layout.nodes * layout.per_node)
+    layout = lay_out(request, allocation)
+    launcher = choose_launcher(request, allocation, layout)
+    if not (request.port or allocation.job or len(allocation.hosts) > 1 or launcher == "torchrun"):
+        with socket.socket() as listener:  # runs on one host need different ports
+            listener.bind(("", 0))
+            request = replace(request, port=listener.getsockname()[1])
+    command, processes = launch_command(request, allocation), layout.nodes * layout.per_node
+    check(processes)
     if dry_run:
         print(shlex.join(command))
         return
-    processes, launcher = layout.nodes * layout.per_node, choose_launcher(request, allocation, layout)
     started = f"{counted(processes, 'processes')} on {counted(layout.nodes, 'hosts')} with {launcher}"
     print(f"starting {started}; --dry-run prints the command", file=sys.stderr, flush=True)
     become(command)

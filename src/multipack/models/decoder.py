@@ -33,15 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.data.packs.batch import PackedBatch, check_tokens
-from multipack.models.foreign import body_hidden, build_body
-from multipack.models.kv_cache import KeyValueCache
 from multipack.models.layers import BLOCK_PLAN, Attend, Block, draw_initial, make_norm
 from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.allocate import allocate
@@ -51,6 +49,9 @@ from multipack.ops.logits import soft_capped
 from multipack.ops.loss import linear_cross_entropy
 from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from multipack.models.kv_cache import KeyValueCache
 
 PARALLEL_PLAN = {
     "embedding": "vocabulary",
@@ -142,6 +143,8 @@ class Decoder(nn.Module):
         """Create the modules of this part, without values."""
         part = self.part
         if shape.architecture:
+            from multipack.models.foreign import build_body
+
             build_body(self, shape)
             return
         if part.is_first or (part.is_last and shape.tied):
@@ -215,6 +218,8 @@ class Decoder(nn.Module):
                 raise ValueError(
                     "a model of transformers (model=hf:…) generates no text here: export it, and use transformers"
                 )
+            from multipack.models.foreign import body_hidden
+
             return body_hidden(self, batch)
         x = self.embed(batch) if x is None else x
         rotations = self._rotations(batch, x.dtype)

@@ -4,7 +4,7 @@
                 └ in a pipeline: each stage of this rank, in the same way
 
 A strategy is a function applied to an untouched model. To add one, write its file, add its settings and the things that
-it divides to parallel_config.py, and give it a place here.
+it divides to parallel_config.py, and give it a place here, where it is imported if a run uses it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share, whole_pack
 from multipack.parallel.fsdp import shard
-from multipack.parallel.mapped import MappedFiles, MappedOptimizer
-from multipack.parallel.materialize import Source, materialize
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import split_layers, stages_of_rank
-from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
-from multipack.parallel.zero1 import ShardedOptimizer
 from multipack.planning.cost import CostModel
+
+if TYPE_CHECKING:
+    from multipack.parallel.mapped import MappedFiles
+    from multipack.parallel.materialize import Source
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 """This rank's parameters by name → an optimizer over them."""
@@ -94,9 +93,15 @@ def build_engine(
     Raises:
         ValueError: the strategies cannot be applied to this model.
     """
-    files = MappedFiles(config.offload_folder, mesh.world.rank) if config.offload == "disk" else None
-    if files is not None:
-        optimizer = _mapped(optimizer, files)
+    files: MappedFiles | None = None
+    if config.offload == "disk":
+        from multipack.parallel.mapped import MappedFiles, MappedOptimizer
+
+        files, plain = MappedFiles(config.offload_folder), optimizer
+
+        def optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+            return MappedOptimizer(plain(parameters), files)
+
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
         # Every rank holds the whole model.
         with torch.device("meta") if blueprint.from_main else mesh.world.device:
@@ -125,7 +130,6 @@ def build_engine(
         call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
         keep = config.strategy.keeps_gathered
         return ModelEngine(modules, made, mesh, dtype, call=call, keep_gathered=keep, **options)
-    # Imported here: torch's pipelining imports its compiler, which other runs need not wait for.
     from multipack.parallel.pipeline import PipelineEngine
 
     return PipelineEngine(
@@ -149,6 +153,8 @@ def _fill(
     empty_like: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Give modules on the meta device their initial weights; collective."""
+    from multipack.parallel.materialize import materialize
+
     options: dict[str, Any] = {"dtypes": blueprint.dtypes, "from_main": blueprint.from_main}
     options["empty_like"] = empty_like
     materialize(modules, blueprint.initial, blueprint.shapes, world, device, **options)
@@ -194,8 +200,12 @@ def _apply_strategies(
         model = blueprint.build(blocks)
     share: Share = whole_pack
     if mesh.sizes["tp"] > 1:
+        from multipack.parallel.tensor import divide_tensors
+
         divide_tensors(model, mesh.axis("tp"), blueprint.tensor_plan)
     if mesh.sizes["cp"] > 1:
+        from multipack.parallel.context import divide_context
+
         share = divide_context(model, mesh.axis("cp"), config.placing(blueprint.cost, dtype.itemsize))
     blueprint.prepare(model)
     if config.uses_fsdp:
@@ -212,13 +222,11 @@ def _apply_strategies(
     return model, share
 
 
-def _mapped(factory: OptimizerFactory, files: MappedFiles) -> OptimizerFactory:
-    return lambda parameters: MappedOptimizer(factory(parameters), files)
-
-
 def _optimizer(
     factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], mesh: Mesh, config: ParallelConfig
 ) -> torch.optim.Optimizer:
     if config.strategy.divides_optimizer and mesh.weights is not None and mesh.world.size > 1:
+        from multipack.parallel.zero1 import ShardedOptimizer
+
         return ShardedOptimizer(factory, parameters, mesh.axis("dp_replicate"))
     return factory(parameters)

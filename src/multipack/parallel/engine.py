@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from multipack.ops.autocast import drop_copies, keeping_copies
 from multipack.parallel.fsdp import synchronizing
-from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.state import (
     State,
@@ -486,6 +485,8 @@ class ModelEngine:
             return ""
         state = self.state() | {"model": self.parameters}
         tensors = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
+        from multipack.parallel.materialize import check_equal
+
         return check_equal(tensors, self.world)
 
     def _kept(self, named: Mapping[str, Any]) -> dict[str, Any]:

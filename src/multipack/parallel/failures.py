@@ -38,6 +38,10 @@ INTERVAL_SECONDS = 1.0
 """Time between heartbeats of a rank. More than a thousand ranks share the store, and wait longer in proportion."""
 GRACE_SECONDS = 6.0
 """Time that ranks whose collective failed wait for each other's reports; more than a thousand ranks wait longer."""
+# A rank that hangs is named after two waits. Under nccl both must end before the timeout, at which torch's watchdog
+# aborts the process and names no rank. Under gloo the error of the collective comes first, at the timeout.
+PATIENCE = {"blocks": 0.45, "raises": 1.0}
+"""What a collective that lacks a rank does → share of the timeout for which the heartbeat waits for that rank."""
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed"
     r"|remote process exit|network error|was aborted",
@@ -252,9 +256,7 @@ class Watch(Alone):
             self._failed_at = self._failed_at or now
             if now - self._failed_at > self._grace:
                 self._end(self._store.get("failure/1").decode())
-        # Under nccl two waits of this length must end before the timeout, at which torch's watchdog aborts the process
-        # and names no rank. Under gloo the error of the collective comes first, at the timeout.
-        patience = (0.45 if self._blocks else 1.0) * self._timeout_seconds
+        patience = PATIENCE["blocks" if self._blocks else "raises"] * self._timeout_seconds
         if waited < patience:
             self._beats.clear()
         elif now - self._looked_at > patience / 8:

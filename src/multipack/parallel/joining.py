@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.failures import NotConnected, Watch, first_line
 from multipack.parallel.parallel_config import Device
@@ -76,8 +76,14 @@ def connected(
         alone = choose_device(device, 0)
         if alone.type == "cuda":
             use_expandable_segments()
-        with _group_of_one(alone) if group_of_one else nullcontext("none") as backend:
+        backend = _backend_of(alone) if group_of_one else "none"
+        if group_of_one:
+            _start_group(HashStore(), backend, ranks, timeout_seconds, alone)
+        try:
             yield World(device=alone, backend=backend, launcher=ranks.launcher, command=command)
+        finally:
+            if group_of_one:
+                dist.destroy_process_group()
         return
     address = rendezvous(os.environ, ranks)
     target = choose_device(device, ranks.local_rank)
@@ -104,7 +110,7 @@ def joined(
         torch.cuda.set_device(device)
         use_expandable_segments()
     keep_gloo_here(address[0])
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend_of(device)
     store, watch = _meet(os.environ, backend, ranks, address, timeout_seconds)
     place = ranks.rank, ranks.size, ranks.local_rank, device, backend, ranks.launcher, command
     world = World(*place, timeout_seconds, watch=watch)
@@ -133,18 +139,9 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-@contextmanager
-def _group_of_one(device: torch.device) -> Iterator[str]:
-    """Context in which this process has a process group of its own, of the backend that is yielded."""
-    is_cuda = device.type == "cuda"
-    backend = "nccl" if is_cuda else "gloo"
-    dist.init_process_group(
-        backend, store=HashStore(), rank=0, world_size=1, device_id=device if is_cuda else None
-    )
-    try:
-        yield backend
-    finally:
-        dist.destroy_process_group()
+def _backend_of(device: torch.device) -> str:
+    """The backend of process groups on a kind of device."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _meet(
@@ -179,7 +176,7 @@ def _meet(
 
 
 def _start_group(
-    store: PrefixStore, backend: str, ranks: Ranks, timeout_seconds: float, device: torch.device
+    store: Store, backend: str, ranks: Ranks, timeout_seconds: float, device: torch.device
 ) -> None:
     """Initialize the process group."""
     if device.type == "cuda":
@@ -197,7 +194,7 @@ def _start_group(
         raise NotConnected(backend, timeout_seconds, error) from error
 
 
-def _check_own_gpu(store: PrefixStore, ranks: Ranks, device: torch.device) -> None:
+def _check_own_gpu(store: Store, ranks: Ranks, device: torch.device) -> None:
     """Refuse a GPU that another rank uses; indices do not show it if each process sees one GPU.
 
     Raises:

@@ -27,19 +27,18 @@ from multipack.parallel.state import local
 class MappedFiles:
     """Tensors of one rank in files, one each.
 
-    Files are named `rank-<rank>-…`, allocated in full, so that a full disk is an error and not a signal later, and
-    removed from their folder as soon as they are mapped: their space is free when the process ends, however it ends.
+    Files are allocated in full, so that a full disk is an error and not a signal later, and removed from their folder
+    as soon as they are mapped: their space is free when the process ends, however it ends.
 
     Args:
         folder: existing folder.
-        rank: rank of this process.
 
     Raises:
         ValueError: there is no such folder, or it cannot be written.
     """
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self._folder, self._rank = Path(folder), rank
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
         self._sizes: dict[int, int] = {}
         if not self._folder.is_dir():
             raise ValueError(f"parallel.offload_folder={folder} is not a folder: create it, on a local drive")
@@ -66,15 +65,12 @@ class MappedFiles:
             return DTensor(own, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
-        descriptor, name = tempfile.mkstemp(prefix=f"rank-{self._rank:05d}-", dir=self._folder)
         try:
-            os.posix_fallocate(descriptor, 0, tensor.nbytes)
-            flat = torch.from_file(name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+            with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+                flat = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
         except OSError as error:
-            raise with_advice(error, Path(name)) from error
-        finally:
-            os.close(descriptor)
-            os.unlink(name)
+            raise with_advice(error, self._folder) from error
         self._sizes[flat.data_ptr()] = tensor.nbytes
         return flat.view(tensor.dtype).view(tensor.shape)
 

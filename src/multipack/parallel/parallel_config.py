@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
+from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.ranges import Amount, Count, Positive, Range, check_ranges
 from multipack.shapes import ModelShape
 
 if TYPE_CHECKING:
+    from multipack.planning.cost import CostModel
     from multipack.planning.placement import Placing
 
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]

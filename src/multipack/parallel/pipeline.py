@@ -161,7 +161,7 @@ class PipelineEngine(ModelEngine):
 
     @torch.no_grad()
     def _sum_shared_gradients(self) -> None:
-        """Sum the gradients of shared parameters in the same order on all ranks, so that copies stay bitwise equal."""
+        """Add up gradients of parameters that two ranks share; as a + b is b + a, copies stay bitwise equal."""
         for name, ranks in self._holders.items():
             parameter = self.parameters[name]
             if parameter.grad is None:
@@ -170,15 +170,13 @@ class PipelineEngine(ModelEngine):
             if not gradient.numel():  # an uneven shard
                 continue
             own = gradient.to(self.world.device).contiguous()
-            pieces = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
-            operations = []
-            for rank, piece in pieces.items():
-                if rank != self._rank:
-                    operations.append(dist.P2POp(dist.isend, own, group=self._group, group_peer=rank))
-                    operations.append(dist.P2POp(dist.irecv, piece, group=self._group, group_peer=rank))
-            for work in dist.batch_isend_irecv(operations):
+            received = torch.empty_like(own)
+            (other,) = set(ranks) - {self._rank}  # first and last stage: of tied embeddings
+            send = dist.P2POp(dist.isend, own, group=self._group, group_peer=other)
+            receive = dist.P2POp(dist.irecv, received, group=self._group, group_peer=other)
+            for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
-            gradient.copy_(torch.stack(list(pieces.values())).sum(0))
+            gradient.copy_(own + received)
 
 
 def _shared_parameters(

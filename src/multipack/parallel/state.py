@@ -123,8 +123,6 @@ def squared_norms(
 ) -> dict[str, float]:
     """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
 
-    Σ over ranks of |piece|² / copies, where `copies` ranks hold the same piece.
-
     Args:
         tensors: this rank's tensors by name; missing ones count as zeros.
         names: names of all tensors of the model, the same on every rank.
@@ -133,13 +131,7 @@ def squared_norms(
     """
     held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
     squares = dict.fromkeys(names, 0.0)
-    if held:
-        is_double = any(tensor.dtype == torch.float64 for tensor in held.values())
-        dtype = torch.float64 if is_double else torch.float32
-        found = torch._foreach_norm([local(tensor) for tensor in held.values()], 2, dtype)
-        weights = [1.0 / _copies(tensor, mesh) for tensor in held.values()]
-        values = torch.stack([each.to(mesh.world.device) for each in found]).double().square().tolist()
-        squares |= {name: value * weight for name, value, weight in zip(held, values, weights, strict=True)}
+    squares |= dict(zip(held, _squares(list(held.values()), mesh).tolist(), strict=True))
     if mesh.is_plain:
         return squares
     return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
@@ -148,16 +140,20 @@ def squared_norms(
 @torch.no_grad()
 def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
     """The sum of `squared_norms` on the run's device, without a wait for it: 0-d float64; collective."""
-    held = [tensor for name, tensor in tensors.items() if name not in duplicates]
-    total = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
-    if held:
-        dtype = torch.float64 if held[0].dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm([local(tensor) for tensor in held], 2, dtype)
-        shares = torch._foreach_mul(found, [_copies(tensor, mesh) ** -0.5 for tensor in held])
-        total = torch.stack(shares).to(total.device).double().square().sum()
+    total = _squares([tensor for name, tensor in tensors.items() if name not in duplicates], mesh).sum()
     if not mesh.is_plain:
         dist.all_reduce(total)
     return total
+
+
+def _squares(tensors: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    """(tensors,) float64 on the run's device: squared norms of the pieces, each divided by the ranks that hold it."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device=mesh.world.device)
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+    norms = torch._foreach_norm([local(each) for each in tensors], 2, dtype)
+    shares = torch._foreach_mul(norms, [_copies(each, mesh) ** -0.5 for each in tensors])
+    return torch.stack(shares).to(mesh.world.device).double().square()
 
 
 def _copies(tensor: Tensor, mesh: Mesh) -> int:

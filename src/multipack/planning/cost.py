@@ -40,14 +40,11 @@ from numpy.typing import ArrayLike
 from multipack.planning.attention_pairs import AttentionPairs, windowed_pairs
 from multipack.planning.lengths import Integers, check_integer, check_lengths
 from multipack.planning.matrix_flops import matrix_flops
+from multipack.planning.options import Balance
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 
 Recompute = Literal["none", "flash", "full"]
-
-FLOPS_PER_BYTE = 1333.0
-"""FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
-
 
 WEIGHTS = ("linear", "quadratic", "sliding", "constant")
 """Integer weights of the cost, in the order of its formula."""
@@ -167,6 +164,16 @@ class CostModel:
                 f"{count:,} documents of up to {longest:,} tokens cost more than int64 can hold;"
                 " plan them in several parts"
             )
+
+    def balanced(self, balance: Balance, slots: Integers) -> CostModel:
+        """The cost that packs of documents of these slots are equalized in; `ValueError` if costs exceed int64."""
+        chosen = CostModel(None, linear=1, quadratic=0) if balance == "tokens" else self
+        if balance == "joint":
+            CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
+            tokens, squares = int(slots.sum()), int(slots @ slots)
+            chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
+        chosen.check(slots)
+        return chosen
 
     def key(self) -> dict[str, int]:
         """Plain values that determine the costs."""

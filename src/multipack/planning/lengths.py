@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Integers = NDArray[np.int64]
+from multipack.planning import LARGEST_CAPACITY
+from multipack.ranges import check_integer as check_integer
+from multipack.ranges import short as short
 
-LARGEST_CAPACITY = 1 << 27
-"""Most tokens of a pack: kernels index arrays of that size by tokens."""
+Integers = NDArray[np.int64]
 
 _NAMED = 5  # offending documents that a message names; the others are counted
 
@@ -74,23 +75,6 @@ def packs_from(pack_of: Integers, packs: int) -> Packs:
     return Packs(np.argsort(keys, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
 
 
-def short(value: Any) -> str:
-    """The repr of a value in one line, cut to 80 characters for a message."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
-    """`value` as an int; `ValueError` if it is not an integer, below `least`, or above `most`."""
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} must be a whole number{bound}, got {short(value)}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
-    return int(value)
-
-
 def check_integers(name: str, values: ArrayLike) -> Integers:
     """A flat list of integers, possibly empty, as int64; `ValueError` for another shape or type."""
     try:
@@ -130,6 +114,53 @@ def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 
                 f" than {most:,} tokens first"
             )
     return checked
+
+
+def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
+    """Target counts as int64, between 0 and each document's length − 1.
+
+    Raises:
+        ValueError: another shape or type, or a count out of range; the first such document is named.
+    """
+    counts = check_integers("targets", targets)
+    if counts.shape != lengths.shape:
+        raise ValueError(f"targets must be {len(lengths):,} integers, one a document, got {len(counts):,}")
+    wrong = np.flatnonzero((counts < 0) | (counts >= lengths))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"a document of l tokens has 0 … l − 1 targets: document {first} has {counts[first]} of"
+            f" {lengths[first]} tokens ({len(wrong):,} documents are wrong)"
+        )
+    return counts
+
+
+def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
+    """Weights of documents as float64, finite and at least 0.
+
+    Raises:
+        ValueError: another shape or type, or a weight out of range; the first such document is named.
+    """
+    found = np.asarray(weights, dtype=np.float64)
+    if found.shape != (documents,):
+        raise ValueError(
+            f"weights must be {documents:,} numbers, one a document, got an array of {found.shape}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"weights must be finite and at least 0: document {first} has {found[first]} ({len(wrong):,} are wrong)"
+        )
+    return found
+
+
+def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
+    """Carried document numbers as int64, empty for None; `ValueError` if one is not the number of a document."""
+    numbers = check_integers("carried", () if carried is None else carried)
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
+        raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")
+    return numbers.astype(np.int64)
 
 
 def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:

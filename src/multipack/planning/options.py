@@ -8,13 +8,16 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from multipack.planning import LARGEST_CAPACITY
+from multipack.ranges import check_integer, short
 
-from multipack.planning.cost import CostModel
-from multipack.planning.lengths import LARGEST_CAPACITY, Integers, check_integer, check_integers, short
+if TYPE_CHECKING:  # numpy takes 0.1 s to import, and settings are read without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
 
 Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
@@ -133,17 +136,17 @@ class PlanOptions:
         """Maximum slots of a document: the capacity, rounded down to a multiple of `align`."""
         return self.capacity // self.align * self.align
 
-    def key(self, balanced: CostModel, steps: int | None = None) -> dict[str, Any]:
+    def key(self, cost: dict[str, int], steps: int | None = None) -> dict[str, Any]:
         """Plain values that determine the steps, together with the documents: part of the fingerprint.
 
         Args:
-            balanced: the cost that packs are equalized in.
+            cost: plain values of the cost that packs are equalized in.
             steps: number of steps, if it is fixed.
         """
         names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
-        cost = balanced.key() if self.balance == "cost" else self.balance
-        return values | {"budget": self.mean, "steps": steps, "cost": cost}
+        balanced = cost if self.balance == "cost" else self.balance
+        return values | {"budget": self.mean, "steps": steps, "cost": balanced}
 
     def full_steps(self, tokens: int, documents: int) -> int:
         """Steps that are filled by this many tokens, or by this many documents where their number is limited."""
@@ -159,24 +162,17 @@ class PlanOptions:
         """(documents,) slots that each document takes in a pack: its length, padded to a multiple of `align`."""
         return lengths if self.align == 1 else -(-lengths // self.align) * self.align
 
-    def balanced_cost(self, model: CostModel, slots: Integers) -> CostModel:
-        """The cost that packs are equalized in, for documents of these slots; `ValueError` if costs exceed int64."""
-        chosen = CostModel(None, linear=1, quadratic=0) if self.balance == "tokens" else model
-        if self.balance == "joint":
-            CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
-            tokens, squares = int(slots.sum()), int(np.dot(slots, slots))
-            chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
-        chosen.check(slots)
-        return chosen
-
     def most_documents(self, slots: Integers, repeated: bool) -> int:
         """Maximum documents of a pack; `repeated`: a document may occur several times, because it is carried over."""
         if repeated:
             most = self.capacity // int(slots.min())
         else:
             count = min(len(slots), self.capacity)
-            shortest = np.sort(np.partition(slots, count - 1)[:count])
-            most = int(np.searchsorted(np.cumsum(shortest), self.capacity, side="right"))
+            shortest = slots.copy()
+            shortest.partition(count - 1)
+            shortest = shortest[:count]
+            shortest.sort()
+            most = int(shortest.cumsum().searchsorted(self.capacity, side="right"))
         return min(most, self.max_documents or most)
 
 
@@ -186,25 +182,6 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     if value not in known:
         near = difflib.get_close_matches(str(value), known, 1, 0.0)[0]
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)} (nearest: {near})")
-
-
-def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
-    """Target counts as int64, between 0 and each document's length − 1.
-
-    Raises:
-        ValueError: another shape or type, or a count out of range; the first such document is named.
-    """
-    counts = check_integers("targets", targets)
-    if counts.shape != lengths.shape:
-        raise ValueError(f"targets must be {len(lengths):,} integers, one a document, got {len(counts):,}")
-    wrong = np.flatnonzero((counts < 0) | (counts >= lengths))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"a document of l tokens has 0 … l − 1 targets: document {first} has {counts[first]} of"
-            f" {lengths[first]} tokens ({len(wrong):,} documents are wrong)"
-        )
-    return counts
 
 
 def check_item_options(options: PlanOptions, setting: str) -> None:
@@ -228,38 +205,12 @@ def check_item_options(options: PlanOptions, setting: str) -> None:
         )
 
 
-def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
-    """Weights of documents as float64, finite and at least 0.
-
-    Raises:
-        ValueError: another shape or type, or a weight out of range; the first such document is named.
-    """
-    found = np.asarray(weights, dtype=np.float64)
-    if found.shape != (documents,):
-        raise ValueError(
-            f"weights must be {documents:,} numbers, one a document, got an array of {found.shape}"
-        )
-    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"weights must be finite and at least 0: document {first} has {found[first]} ({len(wrong):,} are wrong)"
-        )
-    return found
-
-
-def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
-    """Carried document numbers as int64, empty for None; `ValueError` if one is not the number of a document."""
-    numbers = check_integers("carried", () if carried is None else carried)
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
-        raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")
-    return numbers.astype(np.int64)
-
-
 def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, Any]) -> str:
     """`version-lengths-targets-options`: the version, and the first 16 digits of three SHA-256 sums."""
-    arrays = [np.ascontiguousarray(part, dtype="<i8").data for part in (lengths, targets) if part is not None]
-    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(key, sort_keys=True).encode()]
+    arrays = [
+        b"" if part is None else part.astype("<i8", "C", copy=False).data for part in (lengths, targets)
+    ]
+    parts = [*arrays, json.dumps(key, sort_keys=True).encode()]
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 

@@ -29,11 +29,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from multipack.planning.cost import FLOPS_PER_BYTE, CostModel
+from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing
 from multipack.planning.kernels.order import longest_first
 from multipack.planning.kernels.placing import spread, sums
 from multipack.planning.lengths import Integers, check_integer, check_integers, offsets_of
+from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.shapes import ModelShape
 
 CLOSE = 500

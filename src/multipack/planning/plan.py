@@ -20,17 +20,17 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
 from multipack.planning.items import Items, ItemSource
-from multipack.planning.lengths import Integers, Packs, check_integer, check_lengths, offsets_of
-from multipack.planning.options import (
-    LossWeighting,
-    PlanOptions,
-    Sync,
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
     check_carried,
-    check_choice,
+    check_integer,
+    check_lengths,
     check_targets,
     check_weights,
-    fingerprint_of,
+    offsets_of,
 )
+from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_choice, fingerprint_of
 from multipack.planning.steps import Division, StepRules, divide_epoch, permutation
 from multipack.shapes import ModelShape
 
@@ -368,7 +368,7 @@ def plan(
         check_lengths(items.slots, chosen.capacity)  # the options may differ from the ones of its making
     else:
         items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
-    balanced = chosen.balanced_cost(cost_model, items.slots)
+    balanced = cost_model.balanced(chosen.balance, items.slots)
 
     def price(positions: Integers, slots: Integers) -> Integers:
         # Where attention is not None, items are numbered in their order: a position is an item.
@@ -376,7 +376,7 @@ def plan(
 
     rules = StepRules(chosen, price, seed, epoch, fills_evenly=chosen.tail == "keep")
     division = divide_epoch(offsets_of(items.slots[items.sequence]), rules, steps)
-    key = chosen.key(balanced, steps) | items.key
+    key = chosen.key(balanced.key(), steps) | items.key
     return Plan(
         items,
         chosen,

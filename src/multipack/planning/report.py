@@ -127,7 +127,7 @@ def report(
         ValueError: there are more ranks than packs in a step, `sync` is unknown, or `sample` is below 1.
     """
     world, order, count = data_parallel_size, made.order, made.num_steps
-    steps = even(count, count if sample is None else check_integer("sample", sample))
+    steps = evenly_spaced(count, count if sample is None else check_integer("sample", sample))
     planned, moved = made.slots[order], displacement(made)
     tokens, slots = int(made.lengths[made.document_order].sum()), int(planned.sum())
     last = made.tokens(count - 1) if count > 1 else 0
@@ -201,7 +201,7 @@ def kappa(lengths: Integers, costs: Integers) -> float:
     return int(costs[longest]) / int(lengths[longest]) / (int(costs.sum()) / int(lengths.sum()))
 
 
-def even(steps: int, sample: int) -> Integers:
+def evenly_spaced(steps: int, sample: int) -> Integers:
     """At most `sample` step numbers, evenly spaced and symmetric about the middle of the epoch."""
     count = min(steps, sample)
     return (2 * np.arange(count, dtype=np.int64) + 1) * steps // (2 * count)

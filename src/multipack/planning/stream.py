@@ -181,7 +181,7 @@ class PackStream:
         self._documents, self._length, self._targets = documents, length, targets
         self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
         own = {"algorithm": ALGORITHM, "seed": self.seed, "targets": targets is not None}
-        self.key = chosen.key(self._cost_model) | own
+        self.key = chosen.key(self._cost_model.key()) | own
         self._taken, self._was_read, self._finished = 0, False, False
         self._iterator: Iterator[Any] | None = None
         self._begin(_Queue())
@@ -289,7 +289,7 @@ class PackStream:
         options, number, width = self.options, queue.window << 32, self.options.window
         slots = options.slots(queue.table[:, 1])
         ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
-        balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
+        balanced = self._cost_model.balanced(options.balance, slots) if len(slots) else self._cost_model
         steps = width if queue.window else 0
         extend: Extend = None
         if queue.ended:

@@ -8,66 +8,51 @@ from __future__ import annotations
 
 import string
 import textwrap
-from typing import TYPE_CHECKING
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.lengths import check_integer
+from multipack.data.text.skipped import counted
+from multipack.planning.items import SharedItems
+from multipack.planning.plan import Plan
 from multipack.planning.report import seeded_order
-from multipack.reports.tree_picture import draw_trees
-
-if TYPE_CHECKING:
-    from multipack.planning.lengths import Packs
-    from multipack.planning.plan import Plan
+from multipack.reports.trees import rows_of
 
 LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").replace("x", "")
 """A … Z a … z 0 … 9 without X, used cyclically for documents."""
 BATCH_SIZE = 4
 """Documents of a padded batch."""
+SHARED = "·"
+"""A character of tokens that are computed in a document above."""
+MOST_DOCUMENTS, MOST_PACKS = 4, 4
+"""Documents and packs that are drawn; a line states how many others there are."""
 
 _MIN_ROWS = 4
 """Minimum number of rows of all packs together: a single pack has this number of rows."""
 
 
-def draw_step(
-    plan: Plan,
-    step: int = 0,
-    *,
-    tokens_per_character: int | None = None,
-    columns: int = 72,
-    max_documents: int = 24,
-    max_packs: int = 8,
-) -> str:
+def draw_step(plan: Plan, step: int = 0, columns: int = 72) -> str:
     """Draw the documents of a step three times: in order, padded, packed; of items of several documents, the packs.
+
+    A character is the smallest power of two of tokens at which the longest document fits into one row, and a full pack
+    into one row (a single pack into four rows, two packs into two rows each).
 
     Args:
         plan: the plan.
         step: index of the step; negative indices count from the last step.
-        tokens_per_character: None = the smallest power of two at which the longest document fits into one row, and a
-            full pack into one row (a single pack into four rows, two packs into two rows each).
         columns: maximum characters of a row.
-        max_documents: maximum number of rows of the first two pictures; a line states how many documents are missing.
-        max_packs: maximum number of packs drawn; a line states how many are missing.
 
     Returns:
         Lines of text. A document of less than half the tokens of a character may have no letter in its pack.
-
-    Raises:
-        ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
     """
-    if plan.min_prefix is not None:
-        return draw_trees(
-            plan,
-            step,
-            letters=LETTERS,
-            tokens_per_character=tokens_per_character,
-            columns=columns,
-            max_documents=max_documents,
-            max_packs=max_packs,
-        )
+    if isinstance(plan.items, SharedItems):
+        return draw_trees(plan, plan.items, step, columns)
     packs = plan.packs(step)
-    scale = _scale(plan, packs, columns, tokens_per_character)
+    row_tokens = max(
+        -(-plan.capacity // max(1, _MIN_ROWS // len(packs))), int(plan.lengths[packs.order].max())
+    )
+    scale = fitting(row_tokens, columns)
     documents = seeded_order(plan, step)
     letters = {int(document): LETTERS[i % len(LETTERS)] for i, document in enumerate(documents)}
     lengths = plan.lengths[documents]
@@ -75,54 +60,43 @@ def draw_step(
     longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), BATCH_SIZE))
     widths = np.repeat(longest, BATCH_SIZE)[: len(lengths)]
     lines = [
-        f"step {step % plan.num_steps} of {plan.num_steps:,}: {_count(len(documents), 'document')} of {tokens:,}"
-        f" tokens; a character is {_count(scale, 'token')}, X is padding",
+        f"step {step % plan.num_steps} of {plan.num_steps:,}: {counted(len(documents), 'documents')} of {tokens:,}"
+        f" tokens; a character is {counted(scale, 'tokens')}, X is padding",
         "",
         f"in order, in batches of {BATCH_SIZE}",
-        *_batches(lengths, lengths, scale, max_documents),
+        *_batches(lengths, lengths, scale),
         "",
         f"padded to the longest of each batch: {_slots(int(widths.sum()), tokens)} padding",
-        *_batches(lengths, widths, scale, max_documents),
+        *_batches(lengths, widths, scale),
         "",
-        f"packed, {_count(len(packs), 'pack')} of at most {plan.capacity:,} tokens:"
+        f"packed, {counted(len(packs), 'packs')} of at most {plan.capacity:,} tokens:"
         f" {_slots(len(packs) * plan.capacity, tokens)} free",
     ]
-    for pack in range(min(len(packs), max_packs)):
-        named = [letters[int(document)] for document in packs[pack]]
-        lines += _packed(plan.lengths[packs[pack]], named, plan.capacity, scale, columns)
-    if max_packs < len(packs):
-        lines.append(f"  … and {_count(len(packs) - max_packs, 'more pack')}")
-    return "\n".join(lines)
+    for pack in islice(packs, MOST_PACKS):
+        named = [letters[int(document)] for document in pack]
+        lines += _packed(plan.lengths[pack], named, plan.capacity, scale, columns)
+    return "\n".join([*lines, *_more(len(packs) - MOST_PACKS, "packs")])
 
 
-def _scale(plan: Plan, packs: Packs, columns: int, given: int | None) -> int:
-    """The tokens per character; see `draw_step`."""
-    rows_of_pack = max(1, _MIN_ROWS // len(packs))
-    row_tokens = max(-(-plan.capacity // rows_of_pack), int(plan.lengths[packs.order].max()))
-    fitting = 1 << (-(-row_tokens // columns) - 1).bit_length()
-    scale = fitting if given is None else given
-    check_integer("tokens_per_character", scale)
-    if plan.capacity > 10_000 * scale:
-        raise ValueError(
-            f"tokens_per_character={scale} draws a pack of {plan.capacity:,} tokens"
-            f" {plan.capacity // scale:,} characters wide; {fitting} fits the terminal"
-        )
-    return scale
+def fitting(tokens: int, columns: int) -> int:
+    """The smallest power of two of tokens a character at which this many tokens fit into the columns."""
+    return 1 << (-(-tokens // columns) - 1).bit_length()
 
 
-def _batches(
-    lengths: NDArray[np.int64], widths: NDArray[np.int64], scale: int, max_documents: int
-) -> list[str]:
+def _more(count: int, nouns: str) -> list[str]:
+    """The line on documents or packs that are not drawn, if there are any."""
+    return [f"  … and {counted(count, f'more {nouns}')}"] if count > 0 else []
+
+
+def _batches(lengths: NDArray[np.int64], widths: NDArray[np.int64], scale: int) -> list[str]:
     """One row per document, padded to its width (both in tokens), with brackets around batches."""
     lines = []
-    for row, (length, width) in enumerate(zip(lengths[:max_documents], widths, strict=False)):
+    for row, (length, width) in enumerate(zip(lengths[:MOST_DOCUMENTS], widths, strict=False)):
         place, last = row % BATCH_SIZE, min(BATCH_SIZE, len(lengths) - row + row % BATCH_SIZE) - 1
         bracket = "[" if last == 0 else "┌" if place == 0 else "└" if place == last else "│"
         letters, characters = (max(1, (int(tokens) + scale // 2) // scale) for tokens in (length, width))
         lines.append(f"  {bracket} {LETTERS[row % len(LETTERS)] * letters}{'X' * (characters - letters)}")
-    if max_documents < len(lengths):
-        lines.append(f"  … and {_count(len(lengths) - max_documents, 'more document')}")
-    return lines
+    return [*lines, *_more(len(lengths) - MOST_DOCUMENTS, "documents")]
 
 
 def _packed(
@@ -151,5 +125,24 @@ def _slots(slots: int, tokens: int) -> str:
     return f"{slots:,} slots, {100 * (slots - tokens) / slots:.1f} %"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def draw_trees(plan: Plan, items: SharedItems, step: int, columns: int) -> str:
+    """Draw the packs of a step whose documents share their beginnings: a document a row, from where it goes on."""
+    packs = plan.packs(step)
+    drawn = [rows_of(items, pack) for pack in islice(packs, MOST_PACKS)]
+    tokens, slots = plan.tokens(step), int(plan.slots[packs.order].sum())
+    scale = fitting(max(row.length for rows in drawn for row in rows), columns)
+    lines = [
+        f"step {step % plan.num_steps} of {plan.num_steps:,}: {len(plan.documents(step)):,} documents of {tokens:,}"
+        f" tokens in {slots:,} slots ({tokens / slots:.1%}); a character is {counted(scale, 'tokens')},"
+        f" {SHARED} is computed above"
+    ]
+    for number, (pack, rows) in enumerate(zip(packs, drawn, strict=False)):
+        used, held = int(plan.slots[pack].sum()), sum(row.length for row in rows)
+        documents = counted(len(rows), "documents")
+        lines.append(f"pack {number}: {documents} of {held:,} tokens in {used:,} of {plan.capacity:,} slots")
+        for place, row in enumerate(rows[:MOST_DOCUMENTS]):
+            shared, end = (size + scale // 2 for size in row)
+            own = max(end // scale - shared // scale, 1)
+            lines.append(f"  {SHARED * (shared // scale)}{LETTERS[place % len(LETTERS)] * own}")
+        lines += _more(len(rows) - MOST_DOCUMENTS, "documents")
+    return "\n".join([*lines, *_more(len(packs) - MOST_PACKS, "packs")])

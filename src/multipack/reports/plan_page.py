@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import multipack
-from multipack.reports.plan_picture import headline
 from multipack.reports.web_page import web_page
 
 
@@ -20,7 +19,6 @@ def plan_page(view: dict[str, Any], title: str, rows: Sequence[tuple[str, str]])
     """
     more = {
         "title": title,
-        "headline": headline(view),
         "rows": rows,
         "made": f"multipack {multipack.__version__}",
     }

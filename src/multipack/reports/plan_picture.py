@@ -8,9 +8,9 @@ import textwrap
 from typing import Any
 
 import numpy as np
-
-from multipack.data.text.skipped import counted
-from multipack.machine import import_extra
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 COLORS = "viridis"
 """Color map of lengths and costs: lightness rises evenly, so that it can be read without hue."""
@@ -23,36 +23,20 @@ def draw_plan(view: dict[str, Any], kind: str) -> bytes:
     Args:
         view: values of `plan_view`.
         kind: `png` or `svg`.
-
-    Raises:
-        ImportError: Matplotlib is not installed; the message names the extra.
     """
-    import_extra("matplotlib", "--picture", "pictures")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     parts = [(1.5, _draw_blocks)]
     parts += [(1.1, _draw_trees)] if view["trees"] else []
     parts += [(1.25, _draw_heat)] if view["ranks"] > 1 else []
     parts += [(1.0, _draw_measures)]
     figure = Figure(figsize=(12, 3.4 * len(parts) + 0.9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(headline(view), x=0.012, ha="left", fontsize=13, color=INK, weight="bold")
+    figure.suptitle(view["headline"], x=0.012, ha="left", fontsize=13, color=INK, weight="bold")
     places: Any = figure.subfigures(len(parts), 1, height_ratios=[height for height, _ in parts])
     for place, (_, draw) in zip(places, parts, strict=True):
         draw(place, view)
     with io.BytesIO() as buffer:
         figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
         return buffer.getvalue()
-
-
-def headline(view: dict[str, Any]) -> str:
-    """The numbers of a plan in one line."""
-    return (
-        f"{view['documents']:,} documents in {view['packs']:,} packs of {view['capacity']:,} tokens"
-        f" (at least {view['minimum_packs']:,}), {view['steps']:,} steps (at least {view['minimum_steps']:,}),"
-        f" {counted(view['ranks'], 'ranks')}"
-    )
 
 
 def _plain(axes: Any, title: str) -> None:
@@ -62,48 +46,34 @@ def _plain(axes: Any, title: str) -> None:
 
 
 def _draw_blocks(figure: Any, view: dict[str, Any]) -> None:
-    """Padded batches above the packs of the same documents; one image each, however many there are."""
+    """Padded batches above the packs of the same documents: a document is a block, in the color of its length."""
     blocks, capacity = view["blocks"], view["capacity"]
     above, below = figure.subplots(2, 1)
-    longest = max(blocks["longest"])
-    count, tokens = len(blocks["length"]), sum(blocks["length"])
-    columns = np.asarray(blocks["place"])
-    share = tokens / blocks["padded_slots"]
+    count, packs = len(blocks["length"]), blocks["packs"]
+    tokens, used = sum(blocks["length"]), sum(blocks["added"])
+    lengths = np.log(blocks["length"])
+    paint = colormaps[COLORS]((lengths - lengths.min()) / max(np.ptp(lengths), 1e-9))
     padded = np.repeat(blocks["longest"], view["batch_size"])[:count]
-    lengths = blocks["length"]
-    image = _image(columns, np.zeros(count), lengths, lengths, count, longest, padded)
-    above.imshow(image, aspect="auto", origin="lower", extent=(0, count, 0, longest), interpolation="nearest")
+    above.bar(np.arange(count), padded, width=1, align="edge", color=FREE)
+    above.bar(blocks["place"], blocks["length"], width=1, align="edge", color=paint)
+    below.bar(np.arange(packs), capacity, width=0.95, align="edge", color=FREE)
+    sizes = {"width": 0.95, "align": "edge", "edgecolor": "white", "lw": 0.3}
+    below.bar(blocks["pack"], blocks["added"], bottom=blocks["below"], color=paint, **sizes)
     _plain(
         above,
-        f"before: {count:,} documents in padded batches of {view['batch_size']}; {1 - share:.1%} padding (gray)",
+        f"before: {count:,} documents in padded batches of {view['batch_size']};"
+        f" {1 - tokens / blocks['padded_slots']:.1%} padding (gray)",
     )
-    image = _image(
-        np.asarray(blocks["pack"]),
-        np.asarray(blocks["below"]),
-        blocks["added"],
-        lengths,
-        blocks["packs"],
-        capacity,
-        None,
-    )
-    below.imshow(
-        image,
-        aspect="auto",
-        origin="lower",
-        extent=(0, blocks["packs"], 0, capacity),
-        interpolation="nearest",
-    )
-    some = "" if blocks["packs"] == blocks["all_packs"] else f", evenly spaced of {blocks['all_packs']:,}"
-    used = sum(blocks["added"])
-    free, steps = 1 - used / (blocks["packs"] * capacity), _steps(blocks)
+    some = "" if packs == blocks["all_packs"] else f", evenly spaced of {blocks['all_packs']:,}"
     once = (
         f"; {tokens - used:,} of {tokens:,} tokens are computed in another document" if used < tokens else ""
     )
-    _plain(below, f"after: the same in {blocks['packs']:,} packs{some} ({steps}); {free:.2%} free{once}")
-    for axes, things in ((above, "documents"), (below, "packs")):
-        axes.set(xlabel=f"{things}; color: length of the document", ylabel="tokens")
-        axes.xaxis.label.set_fontsize(8)
-        axes.yaxis.label.set_fontsize(8)
+    free = f"{1 - used / (packs * capacity):.2%} free{once}"
+    _plain(below, f"after: the same in {packs:,} packs{some} ({_steps(blocks)}); {free}")
+    for axes, things, columns in ((above, "documents", count), (below, "packs", packs)):
+        axes.set_xlim(0, columns)
+        axes.set_xlabel(f"{things}; color: length of the document", fontsize=8)
+        axes.set_ylabel("tokens", fontsize=8)
 
 
 def _steps(blocks: dict[str, Any]) -> str:
@@ -111,38 +81,8 @@ def _steps(blocks: dict[str, Any]) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def _image(column: Any, below: Any, size: Any, length: Any, columns: int, height: int, padded: Any) -> Any:
-    """(rows, columns, 4) colors of blocks in columns; wide columns have a gap beside them, high blocks one below.
-
-    A block is as high as the document's `size`, and has the color of its length.
-    """
-    from matplotlib import colormaps
-
-    length, below = np.asarray(length), np.asarray(below)
-    wide = max(1, min(16, 1600 // max(columns, 1)))
-    rows = 320
-    image = np.ones((rows, columns * wide, 4))
-    gray = np.array([int(FREE[i : i + 2], 16) / 255 for i in (1, 3, 5)] + [1.0])
-    scale = rows / height
-    low, high = math.log(max(int(length.min()), 1)), math.log(max(int(length.max()), 2))
-    paint = colormaps[COLORS]((np.log(np.maximum(length, 1)) - low) / max(high - low, 1e-9))
-    gap = 1 if wide >= 4 else 0
-    if padded is None:
-        for start in range(columns):
-            image[:, start * wide : (start + 1) * wide - gap] = gray
-    else:
-        for start, top in enumerate(padded):
-            image[: max(round(top * scale), 1), start * wide : (start + 1) * wide - gap] = gray
-    for at, base, tokens, color in zip(column, below, size, paint, strict=True):
-        bottom, top = round(base * scale), max(round((base + tokens) * scale), round(base * scale) + 1)
-        image[bottom + (top - bottom >= 6) : top, at * wide : (at + 1) * wide - gap] = color
-    return image
-
-
 def _draw_trees(figure: Any, view: dict[str, Any]) -> None:
     """The nodes of some packs: documents side by side, and below each node the nodes that continue it."""
-    from matplotlib import colormaps
-
     trees = view["trees"]
     most = math.log(max(max(rows for _, rows, *_ in tree["nodes"]) for tree in trees)) or 1.0
     first = view["blocks"]["first_step"]

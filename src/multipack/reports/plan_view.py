@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multipack.data.text.skipped import counted
 from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.items import SharedItems
 from multipack.planning.plan import Plan
-from multipack.planning.report import PlanReport, even
-from multipack.reports.tree_picture import nodes_of, rows_of
+from multipack.planning.report import PlanReport, evenly_spaced
+from multipack.reports.trees import nodes_of, rows_of
 
 Integers = NDArray[np.int64]
 
@@ -46,7 +47,11 @@ def plan_view(
         padded_share: share of tokens in padded batches of the whole epoch.
         command: the command that trains with this plan.
     """
+    packs = f"{found.packs:,} packs of {made.capacity:,} tokens (at least {found.minimum_packs:,})"
+    steps = f"{found.steps:,} steps (at least {found.minimum_steps:,})"
+    ranks = counted(found.data_parallel_size, "ranks")
     return {
+        "headline": f"{found.documents:,} documents in {packs}, {steps}, {ranks}",
         "capacity": made.capacity,
         "packs_per_step": made.packs_per_step,
         "ranks": found.data_parallel_size,
@@ -85,7 +90,7 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     drawn = len(packs)
     if (count := int((ends - starts).sum())) > MOST_DOCUMENTS:
         drawn = max(len(packs) * MOST_DOCUMENTS // count, 1)
-    chosen = even(len(packs), drawn)
+    chosen = evenly_spaced(len(packs), drawn)
     places = [
         np.arange(start, min(end, start + MOST_DOCUMENTS))
         for start, end in zip(starts[chosen], ends[chosen], strict=True)
@@ -152,7 +157,7 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
         made.micro_batches(found.data_parallel_size),
     )
     costs = made.costs(np.arange(len(made.slots)))
-    steps = even(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
+    steps = evenly_spaced(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
     cells, marks, waits, least = [], [], [], []
     for step in steps.tolist():
         dealt = made.deal(step, ranks, sync)

@@ -125,7 +125,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         "parts": [(part, PARTS[part], share) for part, share in shares.items()],
         "padding": bars,
         "padding_notes": notes,
-        "plan": plan_figures(found.start.get("plan")),
+        "plan": pairs(found.start.get("plan")),
         "samples": [(step, text[:MOST_TEXT]) for step, text in samples],
         "checkpoints": [
             (each.name, each.step, f"{each.size / 2**20:,.1f} MiB", each.written, each.remark)
@@ -253,31 +253,6 @@ def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     ]
 
 
-def plan_figures(plan: Any) -> Rows:
-    """Rows about fill, balance and randomness of a plan's report, as `PlanReport.to_dict` returned it."""
-    if not isinstance(plan, dict):
-        return []
-    value = {name: finite(each) for name, each in plan.items()}
-    shares = value.get("efficiency", 0.0) > 1
-    forms = {
-        "packs": "{packs:,.0f}; proven lower bound {minimum_packs:,.0f}",
-        "global steps": "{steps:,.0f}; proven lower bound {minimum_steps:,.0f}",
-        "fill": "{efficiency:.2%} " + ("real tokens over slots" if shares else "of the slots hold tokens"),
-        "balance": "{cost_utilization:.2%} mean cost of a rank over maximum; ceiling {cost_utilization_ceiling:.2%}",
-        "randomness": "99 % of the documents are at most {displacement_p99:.1f} steps from their place in the order",
-        "dropped": "{dropped_documents:,.0f} documents",
-    }
-    rows = []
-    for name, text in forms.items():
-        try:
-            shown = text.format(**value)
-        except (KeyError, ValueError):  # of another version
-            continue
-        if "nan" not in shown and not (name == "balance" and value.get("data_parallel_size", 1) <= 1):
-            rows.append((name, shown))
-    return rows
-
-
 def sessions(found: RunData) -> list[dict[str, Any]]:
     """Starts and ends of processes, for people."""
     events = []
@@ -330,7 +305,7 @@ def summary_rows(found: RunData) -> Rows:
     facts = dict(pairs(found.start.get("run")))
     named = ("model", "parameters", "device", "parallel", "corpus")
     rows: Rows = [(name, facts[name]) for name in named if name in facts]
-    rows += key_figures(found) + plan_figures(found.start.get("plan"))
+    rows += key_figures(found) + pairs(found.start.get("plan"))
     if shares:
         note = communication(found)
         rows += [("time of a step", shares), *([("communication", note)] if note else [])]

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
     documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
     shards = f"{report.shards:,}{'' if report.is_complete else ' so far'}"
-    left_out = [("left out", line) for line in skipped_lines(report.skipped, report.places)]
+    left_out = [("left out", line) for line in report.noted.lines()]
     return [
         ("folder", str(path)),
         *([("shards", shards)] if report.shards > 1 or not report.is_complete else []),

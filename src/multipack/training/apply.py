@@ -10,8 +10,11 @@ always has work. Where something decides about a step by its numbers before it i
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,12 +26,11 @@ from multipack.parallel.engine import Engine, StepResult
 from multipack.parallel.mesh import Mesh
 from multipack.training.assemble import Parts
 from multipack.training.callbacks.callback import Callback, NonFiniteLoss
-from multipack.training.feed import EpochFeed, StepData, StreamFeed
+from multipack.training.feed import Feed, StepData
 from multipack.training.metrics import LEGEND, step_metrics
 from multipack.training.precision import mean_peak
 from multipack.training.run_config import Config
 from multipack.training.schedule import learning_rate, rate_factor
-from multipack.training.stop_request import StopRequest
 
 Marks = tuple[Any, Any]
 """Two marks of a device's clock."""
@@ -96,9 +98,7 @@ def sum_over_ranks(
     return total
 
 
-def diverged(
-    config: Config, feed: EpochFeed | StreamFeed, what: str, documents: Sequence[int] = ()
-) -> NoReturn:
+def diverged(config: Config, feed: Feed, what: str, documents: Sequence[int] = ()) -> NoReturn:
     """Raise NonFiniteLoss with a message on `what`, and the names of these documents of the feed."""
     names = [f"{number} ({feed.name(number)})" for number in documents[:20]]
     more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
@@ -107,6 +107,48 @@ def diverged(
         f"{what}.{of} Lower optimizer.lr (now {config.optimizer.lr:g})"
         + (", or look at these documents" if names else "")
     )
+
+
+class StopRequest:
+    """Records SIGTERM and Ctrl-C for the loop, which saves and stops; a second Ctrl-C interrupts at once.
+
+    Args:
+        interrupt: called with the first signal; ends waiting for documents.
+        announces: whether the first signal prints on standard error that the run will stop. Not below torchrun,
+            which sends SIGTERM after the failure of a rank, too, and prints the line itself.
+
+    Attributes:
+        signal: the first signal that this rank received; None = none.
+        agreed: whether all ranks know of a signal that one of them received, and end the run after the same step.
+    """
+
+    def __init__(self, interrupt: Callable[[], None] = lambda: None, announces: bool = False) -> None:
+        self._interrupt, self._announces = interrupt, announces
+        self.signal: signal.Signals | None = None
+        self.agreed = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agree(self) -> None:
+        """End the run after this step without an evaluation; called on all ranks if one received a signal."""
+        self.signal, self.agreed = self.signal or signal.SIGTERM, True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        if self._announces:  # print is not safe here: the signal may have interrupted one
+            again = "; Ctrl-C once more stops at once" if number == signal.SIGINT else ""
+            os.write(2, f"\n{self.signal.name}: the run saves and stops after this step{again}\n".encode())
+        self._interrupt()
 
 
 class StepApplier:

@@ -15,49 +15,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from multipack.data.text.tokenizer import Tokenizer
+from multipack.data.text.tokenizer import Tokenizer, load_tokenizer
 from multipack.data.text.vocabularies import read_text
-from multipack.data.views.corpus import Corpus, find_tokenizer, load_corpus
+from multipack.data.views.corpus import Corpus, load_corpus
 from multipack.hub import model_folder
-from multipack.models.compile import compiler_problem, keep_compiled_code_private
-from multipack.models.foreign import open_foreign
 from multipack.parallel.engine import Engine
 from multipack.parallel.joining import connected
 from multipack.parallel.mesh import Mesh, build_mesh
-from multipack.parallel.readers import opens_tokens
 from multipack.parallel.stages import fit_micro_batches
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import PLANNING, Console, Detail
 from multipack.run import RunDirectory, find_run, unused_folder
 from multipack.shapes import ModelShape
-from multipack.training.blueprint import check_first_stage, open_engine
-from multipack.training.callbacks.averaging import MovingAverage
+from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callback, Callbacks
-from multipack.training.callbacks.early_stopping import EarlyStopping
-from multipack.training.callbacks.gradients import GradientNoise, LayerNorms
-from multipack.training.callbacks.profiler import Trace
-from multipack.training.callbacks.spikes import SpikeGuard
-from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed, StreamFeed
-from multipack.training.foreign_checks import FOREIGN_NOTES, check_corpus, check_isolated, check_same_code
-from multipack.training.frozen_files import check_base
-from multipack.training.objective import Objective, objective_of
-from multipack.training.pack_loaders import PackLoaders
+from multipack.training.feed import EpochFeed, Feed
+from multipack.training.objective import Objective
+from multipack.training.pack_loaders import PackLoaders, Validation
 from multipack.training.precision import DTYPES, deterministic, exact_float32, resolve_dtype
-from multipack.training.rules import read_rule
 from multipack.training.run_config import Config, saved_shape
 from multipack.training.run_files import RunFiles
 from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
-from multipack.training.source_files import chat_template_of, outside_template, source_files
-from multipack.training.validation import Validation
-from multipack.training.weights import Reader, TrainedWeights, adapt_weights, find_weights, trained_shape
+
+if TYPE_CHECKING:
+    from multipack.training.weights import Reader, TrainedWeights
 
 
 @dataclass(frozen=True)
@@ -149,7 +137,6 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     config, mesh, resumed = opening.config, opening.mesh, opening.resumed
     corpus = read_documents(config, mesh, console)
     start = find_start(config, corpus, resumed, world)
-    template = chat_template_of(corpus, start.folder)
     model = open_model(config, corpus, start, mesh, clock, resumed)
     config, engine = model.config, model.engine
     with console.notice(PLANNING):
@@ -157,14 +144,35 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
     torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
     callbacks = build_callbacks(config, world, opening.run, console.line)
-    source, foreign = source_files(start.folder, corpus.tokenizer), config.model.architecture
+    source, template, foreign = dict[str, str](), corpus.chat_template, config.model.architecture
+    if start.folder is not None:
+        from multipack.training.source_files import chat_template_of, source_files
+
+        source = source_files(start.folder, corpus.tokenizer)
+        template = template or chat_template_of(start.folder)
     if foreign:  # what `model=` names, not `train.init_from`
         source["config.json"] = read_text(Path(model.shape.architecture) / "config.json")
     files = RunFiles(opening.run, world, config, corpus, template, source, console.line)
-    notes = [*model.notes, *outside_template(config, corpus, template), *start.notes]
+    notes = [*model.notes, *_outside_template(config, corpus, template), *start.notes]
     if config.train.eval_every and config.train.sample_tokens and not (engine.is_whole or foreign):
         notes.append("no samples, because no rank holds the whole model: use `multipack generate RUN`")
     return Parts(opening, model, feeds, Callbacks(callbacks), files, [*notes, *feeds.notes])
+
+
+def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
+    """A note if prompts and answers are text, though the initial weights or the tokenizer have a chat template."""
+    documents = corpus.train if len(corpus.train) else corpus.validation
+    if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
+        return []
+    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
+        return []
+    if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
+        return []
+    where = "when the store is prepared" if config.data.source in ("store", "mixture") else "here"
+    return [
+        "prompts and answers are trained as text, outside of the chat template that the weights or the tokenizer have:"
+        f" data.as_chat=true {where} writes them as turns of it"
+    ]
 
 
 @contextmanager
@@ -180,37 +188,10 @@ def run_world(config: Config) -> Iterator[World]:
         exact_float32(),
     ):
         if config.train.compile == "true" or (config.train.compile == "auto" and world.device.type == "cuda"):
+            from multipack.models.compile import keep_compiled_code_private
+
             keep_compiled_code_private()
         yield world
-
-
-def check_model(config: Config, processes: int, console: Console) -> None:
-    """Check settings that depend on the vocabulary or on names of parameters, before a process group exists.
-
-    Tensor parallelism must divide the vocabulary, and the first stage of a pipeline must have trained parameters.
-
-    Raises:
-        ValueError: settings cannot be combined; the message names the nearest legal choice.
-    """
-    parallel, size = config.parallel, config.model.vocabulary_size
-    freezes = parallel.pipeline > 1 and (
-        config.adapter.name != "none" or any(read_rule(rule).freeze for rule in config.optimizer.rules)
-    )
-    if not freezes and (parallel.tensor == 1 or size):
-        return
-    if not size:
-        with console.progress("reading the vocabulary") as advance:
-            tokenizer = find_tokenizer(
-                config.data, config.tokenizer, limit=config.document_limit, progress=advance
-            )
-        path = config.train.init_from
-        foreign = bool(config.model.architecture)
-        rows = trained_shape(model_folder(path, "train.init_from"), foreign).vocabulary_size if path else 0
-        size = max(rows, tokenizer.vocabulary_size)
-    shape = config.shape_with(size)
-    parallel.check(shape, processes, config.plan.capacity, resumed=config.train.resume != "false")
-    if freezes:
-        check_first_stage(config, shape)
 
 
 def open_run(config: Config, world: World) -> Opening:
@@ -272,13 +253,18 @@ def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     Raises:
         ValueError: see `load_corpus`; or the prompt of samples has no tokens.
     """
+    reads = True
+    if config.data.readers:
+        from multipack.parallel.readers import opens_tokens
+
+        reads = opens_tokens(mesh, config.data.readers)
     with console.progress("reading documents") as advance:
         corpus = load_corpus(
             config.data,
             config.tokenizer,
             limit=config.document_limit,
             progress=advance,
-            reads=opens_tokens(mesh, config.data.readers),
+            reads=reads,
         )
     prompt = config.train.sample_prompt
     if prompt and not corpus.tokenizer.encode(prompt):
@@ -294,10 +280,16 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     """
     setting, path, base_hash = "train.init_from", config.train.init_from if resumed is None else "", ""
     if config.adapter.name != "none":  # frozen weights are in no checkpoint
+        from multipack.training.frozen_files import check_base
+
         setting, path = "adapter.base", config.adapter.base
         base_hash = check_base(config.adapter, world)
     foreign, checkpoint = bool(config.model.architecture), resumed.path if resumed else None
-    initial = find_weights(model_folder(path, setting), world=world, foreign=foreign) if path else None
+    initial: TrainedWeights | None = None
+    if path:
+        from multipack.training.weights import adapt_weights, find_weights
+
+        initial = find_weights(model_folder(path, setting), world=world, foreign=foreign)
     objective, tokenizer = objective_of(config, corpus), corpus.tokenizer
     shape = objective.shape(shape_of(config, tokenizer, initial, checkpoint))
     folder, notes = checkpoint, list[str]()
@@ -307,6 +299,9 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
         weights, note = adapt_weights(initial, shape, tokenizer)
         folder, notes = folder or initial.folder, [note] if resumed is None else []
     if foreign:
+        from multipack.models.foreign import open_foreign
+        from multipack.training.foreign_checks import FOREIGN_NOTES, check_corpus, check_isolated
+
         folder = folder or Path(config.model.architecture)
         check_corpus(shape, corpus)
         world.on_main(lambda: check_isolated(shape, world.device, config.data.share_prefixes != "off"))
@@ -329,6 +324,8 @@ def open_model(
     Raises:
         ValueError: settings do not suit the documents, the device or the ranks.
     """
+    # Again, now that the vocabulary is known: tensor parallelism divides it.
+    config.parallel.check(start.shape, mesh.world.size, config.plan.capacity, resumed=resumed is not None)
     packs, notes = packs_per_step(config, mesh)
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
@@ -336,6 +333,15 @@ def open_model(
     engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
     cost_model = run_cost(config, start.shape, resumed)
     return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
+
+
+def objective_of(config: Config, corpus: Corpus) -> Objective:
+    """`Preferences` if the documents are pairs, else next-token prediction."""
+    if corpus.arriving is not None or corpus.train.store.item_size == 1:
+        return Objective(config, corpus)
+    from multipack.training.preferences import Preferences
+
+    return Preferences(config, corpus)
 
 
 def run_cost(config: Config, shape: ModelShape, checkpoint: Checkpoint | None = None) -> CostModel:
@@ -386,7 +392,10 @@ def shape_of(
     shape = config.shape_with(size or max(rows, tokenizer.vocabulary_size))
     if resumed is not None:
         saved = saved_shape(resumed)
-        check_same_code(config.model.architecture, resumed)
+        if saved.architecture:
+            from multipack.training.foreign_checks import check_same_code
+
+            check_same_code(config.model.architecture, resumed)
         return replace(shape, family=saved.family, architecture=saved.architecture)
     return replace(shape, family=shape.family or (initial.shape.family if initial is not None else ""))
 
@@ -410,7 +419,11 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
         fixed = fixed and not parallel.context_slack
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
-        problem = next(filter(None, world.gather(compiler_problem(world.device))), "") if on_gpu else ""
+        problem = ""
+        if on_gpu:
+            from multipack.models.compile import compiler_problem
+
+            problem = next(filter(None, world.gather(compiler_problem(world.device))), "")
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
         wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
         train = replace(train, compile="true" if wanted else "false")
@@ -488,9 +501,11 @@ class Feeds:
         staged = [Detail(corpus.staged)] if corpus.staged else []
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
         self.notes = [*staged, *warnings, *notes]
-        self.training: EpochFeed | StreamFeed
+        self.training: Feed
         self.steps = train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
+            from multipack.training.stream_feed import StreamFeed
+
             pad = config.pack_slots is not None
             self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
@@ -519,7 +534,7 @@ class Feeds:
 def build_callbacks(
     config: Config, world: World, run: RunDirectory, report: Callable[[str], None]
 ) -> list[Callback]:
-    """The callbacks that settings enable, in the order in which they are called.
+    """The callbacks that settings enable, in the order in which they are called; other files are not imported.
 
     Raises:
         ValueError: a tracker's package is missing.
@@ -527,18 +542,32 @@ def build_callbacks(
     train, log, track = config.train, config.log, config.track
     callbacks: list[Callback] = []
     if train.profile:
+        from multipack.training.callbacks.profiler import Trace
+
         callbacks.append(Trace(run.path / "trace.json" if world.is_main else None, world.device, report))
     if log.layer_norms:
+        from multipack.training.callbacks.gradients import LayerNorms
+
         callbacks.append(LayerNorms())
     if log.gradient_noise:
+        from multipack.training.callbacks.gradients import GradientNoise
+
         callbacks.append(GradientNoise())
     if train.spike != "off":
+        from multipack.training.callbacks.spikes import SpikeGuard
+
         callbacks.append(SpikeGuard(train.spike, train.spike_factor, report))
     if train.ema_decay:
+        from multipack.training.callbacks.averaging import MovingAverage
+
         callbacks.append(MovingAverage(train.ema_decay))
     if train.patience:
+        from multipack.training.callbacks.early_stopping import EarlyStopping
+
         callbacks.append(EarlyStopping(train.patience, train.min_improvement))
     if track.to and track.mode != "disabled":
+        from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
+
         world.on_main(lambda: check_trackers(track))
         callbacks.append(Tracking(TrackedRun(track, run.path, asdict(config)), report))
     return callbacks

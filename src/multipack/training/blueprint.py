@@ -8,17 +8,13 @@ from dataclasses import asdict
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from multipack.machine import available_memory, import_extra
-from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
-from multipack.models.kernels import MODULE, Kernel, problems, use_liger
-from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter, quantize
-from multipack.ops.quantized import Quantized, part_names, whole_name
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
@@ -27,10 +23,14 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
-from multipack.training.optimizer import build_optimizer, freeze
+from multipack.training.optimizer import build_optimizer, freeze, parameter_options
 from multipack.training.run_config import Config
-from multipack.training.weights import Reader
 from multipack.words import flatten
+
+if TYPE_CHECKING:
+    from multipack.models.kernels import Kernel
+    from multipack.ops.quantized import Quantized
+    from multipack.training.weights import Reader
 
 
 def open_engine(
@@ -47,6 +47,8 @@ def open_engine(
     whole = _parameters(shape, config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
+    if config.parallel.pipeline > 1:
+        _check_first_stage(whole, config, shape)
     _check_memory(whole, config, mesh.world)
     saved = _saved(config, whole)
     initial = _initial(config, shape, weights, whole)
@@ -56,17 +58,24 @@ def open_engine(
             torch.manual_seed(config.train.seed)
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
-        add_adapters(model, config.adapter, dtype)
+        _add_adapters(model, config, dtype)
         return model
 
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
         freeze(dict(model.named_parameters()), config.optimizer, whole)
         if kernels:
+            from multipack.models.kernels import MODULE, use_liger
+
             use_liger(model, kernels, import_module(MODULE))
-        tile_layers(model, config.train.tiles)
-        recompute_blocks(model, config.train.recompute)
+        if config.train.tiles > 1 or config.train.recompute != "none":
+            from multipack.models.recompute import recompute_blocks, tile_layers
+
+            tile_layers(model, config.train.tiles)
+            recompute_blocks(model, config.train.recompute)
         if config.train.compile == "true":
+            from multipack.models.compile import compile_blocks
+
             compile_blocks(model, one_size=config.pack_slots is not None)
 
     return build_engine(
@@ -101,6 +110,10 @@ def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[
         ImportError: `model.kernels=liger`, and Liger is not installed.
     """
     wanted = config.model.kernels
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return []
+    from multipack.models.kernels import MODULE, problems
+
     found = problems(shape, flatten(asdict(config)))
     problem = f"this run is on a {device.type.upper()}" if device.type != "cuda" else ""
     if shape.architecture:
@@ -112,24 +125,22 @@ def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[
                 f"model.kernels=liger: {reason}; use model.kernels=auto, which takes the kernels that suit, or torch"
             )
         import_extra(MODULE, "model.kernels=liger", "liger")
-    usable = wanted != "torch" and not problem and find_spec("liger_kernel") is not None
-    return [kernel for kernel, reason in found.items() if not reason] if usable else []
+    elif problem or find_spec("liger_kernel") is None:
+        return []
+    return [kernel for kernel, reason in found.items() if not reason]
 
 
-def check_first_stage(config: Config, shape: ModelShape) -> None:
-    """Check that `optimizer.rules` leave trained parameters in the first stage of a pipeline; needs no process group.
+def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape: ModelShape) -> None:
+    """Check that the first stage of a pipeline has trained parameters, so that gradients arrive in it.
 
     Raises:
-        ValueError: no parameter of the first stage is trained, or a rule matches no parameter.
+        ValueError: all its parameters are frozen, or a rule matches no parameter.
     """
-    stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
-    with torch.device("meta"):
-        part = Decoder(shape, part=DecoderPart(0, stop, shape.layers))
-    add_adapters(part, config.adapter)
-    first = dict(part.named_parameters())
-    freeze(first, config.optimizer, _parameters(shape, config))
-    if not any(parameter.requires_grad for parameter in first.values()):
-        parallel = config.parallel
+    parallel = config.parallel
+    blocks = split_layers(shape.layers, parallel.stages, head_layers(shape))[0]
+    held = ("embedding.", "positions.", *(f"blocks.{number}." for number in blocks))
+    options = parameter_options(whole, config.optimizer)
+    if all(each.frozen for name, each in options.items() if name.startswith(held)):
         setting = "optimizer.rules" if config.adapter.name == "none" else "adapter.targets"
         raise ValueError(
             f"{setting} freeze all that the first stage of the pipeline holds, which then has no gradients to"
@@ -167,9 +178,20 @@ def _parameters(
     """All parameters of the model on the meta device, frozen as adapters leave them; products are in `dtype`."""
     with torch.device("meta"):
         model = Decoder(shape)
-    check_adapters(model, config.adapter)
-    add_adapters(model, config.adapter, dtype)
+    if config.adapter.name != "none":
+        from multipack.ops.lora import check_adapters
+
+        check_adapters(model, config.adapter)
+    _add_adapters(model, config, dtype)
     return dict(model.named_parameters())
+
+
+def _add_adapters(model: nn.Module, config: Config, dtype: torch.dtype) -> None:
+    """Put the adapters of the settings, if there are any, beside the matrices of a model, which are frozen."""
+    if config.adapter.name != "none":
+        from multipack.ops.lora import add_adapters
+
+        add_adapters(model, config.adapter, dtype)
 
 
 def _saved(config: Config, whole: Mapping[str, nn.Parameter]) -> frozenset[str] | None:
@@ -187,6 +209,11 @@ def _initial(
 
     def read(name: str, device: torch.device) -> Tensor:
         return drawn(name, device) if weights is None else weights(name)
+
+    if config.adapter.name == "none":
+        return read
+    from multipack.ops.lora import initial_adapter, is_adapter, quantize
+    from multipack.ops.quantized import part_names, whole_name
 
     @lru_cache(maxsize=1)  # its parts follow each other
     def quantized(name: str, device: torch.device) -> Quantized:

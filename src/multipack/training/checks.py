@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
@@ -20,9 +21,6 @@ from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import check_item_options
 from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
-
-Kind = Literal["documents", "pairs", "labels"]
-"""Kind of a run's documents: single documents, preference pairs, or labeled answers."""
 
 
 class Refusal(NamedTuple):
@@ -210,7 +208,7 @@ def check(config: Config, processes: int) -> None:
     _raise_first(OF_RANKS, _facts(config, **_facts_of_ranks(config, processes)))
 
 
-def check_kind(config: Config, kind: Kind, reads_values: bool = False) -> None:
+def check_kind(config: Config, kind: ItemKind, reads_values: bool = False) -> None:
     """Check settings against the kind of documents; `reads_values`: the objective trains a head of scores.
 
     Raises:

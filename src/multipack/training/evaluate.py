@@ -29,11 +29,11 @@ from multipack.parallel.world import World
 from multipack.planning.options import check_choice
 from multipack.reports.console import Console
 from multipack.run import STATE, is_export, weights_folder
-from multipack.training.assemble import Start, open_model, run_world, shape_of
+from multipack.training.assemble import Start, objective_of, open_model, run_world, shape_of
 from multipack.training.checks import check
-from multipack.training.objective import Preferences, objective_of
 from multipack.training.other_names import translate
 from multipack.training.pack_loaders import PackLoaders
+from multipack.training.preferences import Preferences
 from multipack.training.run_config import Config, compose, initial_model, resolve_weights
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import Weights, adapt_weights, find_weights

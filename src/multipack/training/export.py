@@ -34,13 +34,13 @@ from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.config_json import config_of
 from multipack.training.checkpoint_tensors import save_safetensors
-from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
 from multipack.training.source_files import (
     GENERATION,
     TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    find_template,
     merged_config,
     read_object,
     source_dtype,

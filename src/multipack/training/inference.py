@@ -14,14 +14,12 @@ import torch
 from multipack.data.text.chat import ChatTemplate
 from multipack.data.text.texts import CHAT_TEMPLATE, Message, TextPart
 from multipack.data.text.tokenizer import Tokenizer
-from multipack.data.text.vocabularies import read_text
 from multipack.hub import model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate
 from multipack.models.huggingface import build_decoder
-from multipack.models.peft_format import peft_base
 from multipack.models.sampling import Sampling
-from multipack.run import is_peft, weights_folder
+from multipack.training.source_files import find_template
 from multipack.training.weights import find_weights
 from multipack.untrusted import one_line, printable
 
@@ -71,24 +69,6 @@ def _device(device: str) -> torch.device:
     ) as error:  # torch raises any of these for a device that it lacks
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
-
-
-def find_template(path: Path) -> ChatTemplate | None:
-    """Find the chat template of a run, a checkpoint or an export; None if there is none.
-
-    Raises:
-        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
-        ValueError: the file of a template is damaged.
-    """
-    folder = weights_folder(path)
-    if (folder / CHAT_TEMPLATE).is_file():
-        return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))
-    if is_peft(folder) and not (folder / "tokenizer.json").is_file():
-        folder = peft_base(folder)
-    own = Tokenizer.load(folder)
-    if own.chat_template:
-        return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)
-    return None
 
 
 def complete_batch(

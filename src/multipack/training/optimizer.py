@@ -9,6 +9,7 @@ optimizers.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multipack.parallel.optimizers import OPTIMIZERS
-from multipack.training.rules import Rule, read_rule, unused_message
-from multipack.training.settings import OptimizerConfig
+from multipack.training.settings import OptimizerConfig, Rule, read_rule
 
 Groups = Sequence[dict[str, Any]]
 """Groups of parameters, with `lr` and `weight_decay`; and `names`, in the order of `params`."""
@@ -70,8 +70,23 @@ def parameter_options(
         )
     for number, rule in enumerate(rules):
         if rule not in used or rule in rules[:number]:
-            raise ValueError(unused_message(rule, rules[:number], list(parameters)))
+            raise ValueError(_unused_message(rule, rules[:number], list(parameters)))
     return found
+
+
+def _unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
+    """The error message for a rule that applies to none of the parameters `names` after the rules `before`."""
+    matched = [name for name in names if rule.matches(name)]
+    if matched:
+        earlier = next(other for other in before if other.matches(matched[0]))
+        return (
+            f"optimizer.rules: {rule.text!r} has no effect, because earlier rules match all its parameters"
+            f" ({earlier.text!r} matches {matched[0]}): put it before them"
+        )
+    parts = [name.split(".") for name in names]
+    known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
+    near = difflib.get_close_matches(rule.pattern, known, 3, 0.5) or list(known)[:3]
+    return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
 def meta_parameters(

@@ -15,10 +15,9 @@ from pathlib import Path
 from multipack.atomic import PARTIAL
 from multipack.machine import Finding, Status
 from multipack.run import RunDirectory, find_run, resume_command
-from multipack.training.checkpoint import Checkpoint, damage, load_checkpoint
-from multipack.training.progress import checked_progress
+from multipack.training.checkpoint import Checkpoint, checked_progress, damage, load_checkpoint
 from multipack.training.run_config import compose
-from multipack.training.run_log import divide_log
+from multipack.training.run_files import divide_log
 from multipack.words import read_yaml
 
 FINITE = ("loss", "val_loss", "train_loss", "lr")

@@ -5,35 +5,25 @@ from __future__ import annotations
 import math
 import platform
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import multipack
-from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted
 from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
-from multipack.models.huggingface import parameter_shapes
 from multipack.ops.attention.table import BACKENDS, backend_index
-from multipack.ops.quantized import part_names
 from multipack.parallel.world import hosts
-from multipack.planning.advice import advise
 from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
-from multipack.reports.run_data import read_run
-from multipack.reports.run_page import loss_curve, write_page
-from multipack.reports.summary import Rows, report_rows
 from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
-from multipack.shapes.families import BY_TYPE
 from multipack.training.blueprint import kernels_of
-from multipack.training.callbacks.profiler import Trace
-from multipack.training.compare import Comparison
-from multipack.training.feed import StreamFeed
 from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
@@ -41,6 +31,10 @@ from multipack.training.run_config import Config
 from multipack.training.schedule import schedule_text
 from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from multipack.reports.summary import Rows
+    from multipack.training.compare import Comparison
 
 HEADER_LINES = 8
 """Lines that a run prints before the last line of a brief header; the evaluation before the first step adds one."""
@@ -140,6 +134,9 @@ def _left_out(corpus: Corpus) -> list[str]:
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
+    from multipack.reports.run_data import read_run
+    from multipack.reports.run_page import loss_curve, write_page
+
     console, folder = run.console, run.run
     if run.corpus.arriving is not None:
         notes = corpus_notes(run.corpus) + [("note", text) for text in run.corpus.arriving.warnings]
@@ -185,26 +182,25 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
-    traced = [each.communication for each in run.callbacks if isinstance(each, Trace)]
-    if run.world.size > 1 and any(traced):
-        record["communication"] = traced[0]
-    if isinstance(run.feed, StreamFeed) and run.feed.ended:
-        stream = run.feed.stream
-        record |= {"documents": stream.position, "dropped": stream.left.tolist()}
-    return record
+    if run.world.size > 1:
+        record |= run.callbacks.ending()
+    return record | run.feed.ending
 
 
 def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
     world, config, shape = run.world, run.config, run.shape
-    parameters, shapes = meta_parameters(run.engine.shapes, run.engine.saved), parameter_shapes(shape)
+    parameters = meta_parameters(run.engine.shapes, run.engine.saved)
     threads = torch.get_num_threads()
     cpu = counted(threads, "threads")
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
-    style = BY_TYPE[shape.family].title if shape.family else style
+    if shape.family:
+        from multipack.shapes.families import BY_TYPE
+
+        style = BY_TYPE[shape.family].title
     style = f"{config.model.architecture} in transformers" if shape.architecture else style
-    count = sum(map(math.prod, shapes.values()))
+    count = sum(map(math.prod, _shapes(run).values()))
     tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)
     kernels = f", liger ({', '.join(liger)})" if liger else ""
     return [
@@ -239,15 +235,22 @@ def header_rows(run: Trainer) -> Rows:
     ]
 
 
+def _shapes(run: Trainer) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the model's parameters, without adapters, whose engine has bytes in place of quantized ones."""
+    if run.engine.saved is None:
+        return run.engine.shapes
+    from multipack.models.huggingface import parameter_shapes
+
+    return parameter_shapes(run.shape)
+
+
 def _adapter_rows(run: Trainer) -> Rows:
     """Rows on adapters: trained matrices and frozen weights."""
     adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
     if saved is None:
         return []
     trained = sum(math.prod(shapes[name]) for name in saved)
-    count = trained + sum(
-        math.prod(shape) for name, shape in parameter_shapes(run.shape).items() if name not in saved
-    )
+    count = trained + sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in saved)
     prefix, form = (adapter.format.prefix, f" in {adapter.format.title}") if adapter.format else ("", "")
     kind = prefix + {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
     stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
@@ -269,6 +272,8 @@ def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]
     """Number and format of the quantized parameters, as text."""
     if adapter.format is None:
         return ""
+    from multipack.ops.quantized import part_names
+
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
     count, form = codes * adapter.format.per_byte, adapter.format.text(adapter.double_quantize)
     return f"; {count:,} frozen ones are in {form}, {frozen - count:,} are not quantized"
@@ -318,20 +323,28 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
     """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
-    found, share = measured or (None, None)
+    _, share = measured or (None, None)
     return {
         "step": run.step,
         "steps": run.steps,
         "world_size": run.world.size,
         "parallel": run.config.parallel.text(run.world.size),
         "run": rows,
-        "plan": found.to_dict() if found else None,
+        "plan": _report_rows(run, measured, ()) if measured else [],
         "padded_share": share,
         "padded_batch_size": run.config.train.padded_batch_size,
         "notes": [note for note in run.notes if not isinstance(note, Detail)],
         "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
     }
+
+
+def _report_rows(run: Trainer, measured: tuple[PlanReport, float], advice: Sequence[str]) -> Rows:
+    from multipack.reports.summary import report_rows
+
+    found, share = measured
+    config, ranks = run.config, run.mesh.data_size
+    return report_rows(found, share, config.train.padded_batch_size, ranks, config.plan, advice)
 
 
 def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
@@ -342,8 +355,9 @@ def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
         ahead = f"{config.plan.window} steps, as soon as the documents that fill them are there"
         rows = [("documents", ends), ("planned ahead", ahead)]
     else:
-        (found, share), batch_size = measured, config.train.padded_batch_size
-        rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
+        from multipack.planning.advice import advise
+
+        rows = _report_rows(run, measured, advise(feed.plan, measured[0]))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
         f"{counted(config.plan.packs_per_step, 'packs')} of at most {config.plan.capacity:,} tokens,"
@@ -362,7 +376,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*skipped_lines(arriving.skipped, arriving.places), *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
 from multipack.planning.options import LossWeighting
 from multipack.ranges import Amount, Count, Finite, Positive, Range, Share, check_ranges
-from multipack.training.rules import read_rule
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Values of `track.to`; see `training/callbacks/trackers.py`."""
@@ -22,6 +23,58 @@ NEW_MODEL_LR = 2e-3
 """Default peak learning rate of models that start from random weights."""
 ADAPTER_LR_SCALE = 10
 """Default peak learning rate of adapters over the default of whole models; most adapters are trained so."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An exception for some parameters, a text of `optimizer.rules`.
+
+    Attributes:
+        text: the rule as the user wrote it.
+        pattern: a glob on names of parameters, or of modules with all their parameters.
+        lr_scale: factor of the learning rate.
+        weight_decay: decoupled weight decay; None = as without a rule.
+        freeze: whether the parameters are not trained.
+    """
+
+    text: str
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    freeze: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern matches this parameter or a module that holds it."""
+        return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}.*")
+
+
+def read_rule(text: str) -> Rule:
+    """Parse a rule.
+
+    Raises:
+        ValueError: a missing pattern or setting, or an unknown or illegal setting.
+    """
+    pattern, *words = text.split() or [""]
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if word == "freeze":
+            settings["freeze"] = True
+        elif key in ("lr", "weight_decay") and re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value):
+            settings["lr_scale" if key == "lr" else key] = float(value)
+        else:
+            raise ValueError(
+                f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE (numbers that are not"
+                " negative) and freeze"
+            )
+    if not settings or "=" in pattern:
+        raise ValueError(
+            f"optimizer.rules: {text!r} must have a pattern and at least one setting:"
+            " PATTERN [lr=FACTOR] [weight_decay=VALUE] [freeze]"
+        )
+    if "freeze" in settings and len(settings) > 1:
+        raise ValueError(f"optimizer.rules: {text!r} freezes its parameters: leave out its other settings")
+    return Rule(text, pattern, **settings)
 
 
 @dataclass

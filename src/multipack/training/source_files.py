@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.data.text.tokenizer import Tokenizer, load_tokenizer
+from multipack.data.text.chat import ChatTemplate
+from multipack.data.text.texts import CHAT_TEMPLATE
+from multipack.data.text.tokenizer import Tokenizer
 from multipack.data.text.vocabularies import read_text
-from multipack.data.views.corpus import Corpus
 from multipack.models.huggingface import decoder_shape
 from multipack.models.peft_format import peft_base
-from multipack.run import is_peft
+from multipack.run import is_peft, weights_folder
 from multipack.shapes import ModelShape
-from multipack.training.inference import find_template
-from multipack.training.run_config import Config
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -88,25 +87,25 @@ def read_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
     return found
 
 
-def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
-    """The chat template of the documents, or of the checkpoint or export in `folder`; empty if neither has one."""
-    if corpus.chat_template or folder is None:
-        return corpus.chat_template
+def find_template(path: Path) -> ChatTemplate | None:
+    """Find the chat template of a run, a checkpoint or an export; None if there is none.
+
+    Raises:
+        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
+        ValueError: the file of a template is damaged.
+    """
+    folder = weights_folder(path)
+    if (folder / CHAT_TEMPLATE).is_file():
+        return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))
+    if is_peft(folder) and not (folder / "tokenizer.json").is_file():
+        folder = peft_base(folder)
+    own = Tokenizer.load(folder)
+    if own.chat_template:
+        return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)
+    return None
+
+
+def chat_template_of(folder: Path) -> str:
+    """The chat template of a checkpoint or export, as the text of its file; empty if it has none."""
     template = find_template(folder)
     return template.to_json() if template else ""
-
-
-def outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
-    """A note if prompts and answers are text, though the initial weights or the tokenizer have a chat template."""
-    documents = corpus.train if len(corpus.train) else corpus.validation
-    if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
-        return []
-    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
-        return []
-    if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
-        return []
-    where = "when the store is prepared" if config.data.source in ("store", "mixture") else "here"
-    return [
-        "prompts and answers are trained as text, outside of the chat template that the weights or the tokenizer have:"
-        f" data.as_chat=true {where} writes them as turns of it"
-    ]

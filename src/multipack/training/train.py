@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Timer
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +17,15 @@ from multipack.parallel.failures import LostRank
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import World
 from multipack.reports.console import Console
-from multipack.training.assemble import assemble, check_model, run_world
+from multipack.training.assemble import assemble, run_world
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.checks import check
-from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import Config
 from multipack.training.run_report import end_record, print_header, print_result
 from multipack.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from multipack.training.compare import Comparison
 
 CLOSE_SECONDS = 30.0
 """Time that a failed rank waits for its threads, such as one that writes a checkpoint."""
@@ -64,7 +67,6 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
     check(config, ranks.size)
-    check_model(config, ranks.size, console)
     with run_world(config) as world:
         trainer = Trainer(assemble(config, world, console, clock), console)
         first = trainer.step
@@ -141,6 +143,8 @@ def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison
     console.line(
         "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
     )
+    from multipack.training.compare import compare_with_padding
+
     size, slots = settings.padded_batch_size, trainer.config.pack_slots
     try:
         return compare_with_padding(

@@ -13,16 +13,12 @@ from functools import partial
 from typing import Any, cast
 
 from multipack.models.decoder import Decoder
-from multipack.models.sampling import Sampling
 from multipack.reports.console import Console
-from multipack.training.apply import StepApplier, diverged
+from multipack.training.apply import StepApplier, StopRequest, diverged
 from multipack.training.assemble import Parts
-from multipack.training.checkpoint import Checkpoint, restore_rng
+from multipack.training.checkpoint import Checkpoint, checked_progress, restore_rng
 from multipack.training.feed import StepData
-from multipack.training.inference import complete_batch
 from multipack.training.metrics import evaluation_line, format_line, sample_line, step_line
-from multipack.training.progress import checked_progress
-from multipack.training.stop_request import StopRequest
 
 RESULTS = ("evaluated", "best", "best_step")
 """Attributes of `Trainer` on evaluations, which a checkpoint stores."""
@@ -143,6 +139,9 @@ class Trainer:
         whole = self.engine.is_whole and not self.shape.architecture
         if not (prompts and train.sample_tokens and whole and self.world.is_main):
             return
+        from multipack.models.sampling import Sampling
+        from multipack.training.inference import complete_batch
+
         sampling = Sampling(
             train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ from multipack.data.views.prefix_tree import PrefixTree
 from multipack.planning.lengths import Integers, check_integer
 from multipack.planning.options import LossWeighting, check_choice
 from multipack.planning.plan import Plan, denominator_of
-from multipack.planning.stream import PackStream
 
-Planned = Plan | PackStream | PackedBatchSampler
-"""Objects that determine the settings of a collator."""
+if TYPE_CHECKING:
+    from multipack.planning.stream import PackStream
+
+    Planned = Plan | PackStream | PackedBatchSampler
+    """Objects that determine the settings of a collator."""
 
 
 @dataclass(frozen=True)

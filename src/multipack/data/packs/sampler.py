@@ -22,15 +22,8 @@ from torch.utils.data import Sampler
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import DEALING
 from multipack.planning.items import ItemSource
-from multipack.planning.lengths import check_integer
-from multipack.planning.options import (
-    LossWeighting,
-    PlanOptions,
-    Sync,
-    check_carried,
-    check_fingerprint,
-    opened,
-)
+from multipack.planning.lengths import check_carried, check_integer
+from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_fingerprint, opened
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, SingleDocuments, plan
 from multipack.shapes import ModelShape

@@ -23,12 +23,11 @@ import numpy as np
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
-from multipack.data.stores.ray_engine import count_parts, run_parts
 from multipack.data.stores.shards import HEADER, StoreHeader
 from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import StoreWriter, remove_store
 from multipack.data.text.data_config import RECORDS, DataConfig
-from multipack.data.text.skipped import counted, skipped_lines
+from multipack.data.text.skipped import counted
 from multipack.data.text.sources import Source
 from multipack.data.text.texts import Item
 from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
@@ -96,7 +95,10 @@ def prepare(
     with locked(cache / "stores" / f"{job}.lock"), _alone(out, part, report):
         if _is_complete(path, key):  # another process may have been faster
             return path
-        parts = parts if engine == "local" else count_parts(source.total, len(source.files))
+        if engine == "ray":
+            from multipack.data.stores.ray_engine import count_parts, run_parts
+
+            parts = count_parts(source.total, len(source.files))
         begun = StoreHeader.find(path)
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise
@@ -225,13 +227,12 @@ def _write_part(
                 writer.end_shard()
             progress(source.done, source.total, f"{source.unit} tokenized")
         kept = writer.num_documents // writer.header.item_size
-        writer.skipped, writer.places = dict(source.skipped), source.places
-        writer.notes = source.reader.notes
+        writer.noted = source.noted
         if read > kept and not source.is_stream:
-            writer.skipped["documents without tokens"] = read - kept
+            writer.noted.skipped["documents without tokens"] = read - kept
         if not kept and parts == 1:
             data = source.config
-            reasons = ", ".join(skipped_lines(writer.skipped, writer.places))
+            reasons = ", ".join(writer.noted.lines())
             reasons += f"; the first: {source.fault}" if source.fault else ""
             where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
             raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
@@ -261,7 +262,7 @@ def _part_writer(
 def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
-    The first of several duplicates remains, and `source.skipped` counts the others. Each item that remains takes some
+    The first of several duplicates remains, and `source.noted` counts the others. Each item that remains takes some
     17 bytes of memory, for 16 bytes of BLAKE2b over its texts and targets. (Two of 10¹² different items share a hash
     with a probability of about 10⁻¹⁵.)
     """
@@ -271,7 +272,7 @@ def items_of(source: Source) -> Iterator[Item]:
             own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
             if not seen.add(hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()):
-                source.skip("duplicates", item[0].name)
+                source.noted.skip("duplicates", item[0].name)
                 continue
         yield item
 

@@ -17,42 +17,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from multipack.atomic import read_file, with_advice, write_atomically
-from multipack.data.text.skipped import Notes, Places, checked_places
+from multipack.atomic import read_file, write_atomically
+from multipack.data.text.data_config import ItemKind
+from multipack.data.text.skipped import MOST_PLACES, Noted
 from multipack.planning.lengths import Integers, check_integer
 
-ItemKind = Literal["documents", "pairs", "labels"]
-"""Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
-followed by another record's answer to its prompt."""
-ITEM_NAMES: dict[ItemKind, str] = {
-    "documents": "single documents",
-    "pairs": "preference pairs",
-    "labels": "labeled answers",
-}
 FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 SHARDS = "shard-*.safetensors"
-_ARRAYS = ("name_offsets", "offsets", "span_offsets", "spans", "weights", "tokens", "names")
-"""In the order in which the safetensors library writes them: the largest items first, then by name."""
-_OFFSETS = {"name_offsets": "names", "offsets": "tokens", "span_offsets": "spans"}
+_ARRAYS = ("tokens", "offsets", "spans", "span_offsets", "names", "name_offsets", "weights")
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8", "F64": "<f8"}
-_NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
-_BLOCK_DOCUMENTS, _BLOCK_BYTES = 1 << 12, 1 << 20
-"""Documents that are hashed, and bytes that are copied, at once."""
+_BLOCK_DOCUMENTS = 1 << 12
+"""Documents that are hashed at once."""
 _MOST_PARTS = 9999
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
@@ -76,13 +64,10 @@ class Shard:
             all are 1.
         content: result of `hash`, of a file when it was written.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
-        skipped: in the last shard of a part, reason → number of entries that the part's source skipped (it may be
-            empty); None: another shard follows.
-        notes: in the last shard of a part, what people should know → number of records, and the name of the first.
+        noted: in the last shard of a part, about the records of the part; None: another shard follows.
         file: the file; None = in memory.
         bytes: size of the file.
         label: begins the names of the documents.
-        places: reason → names of the first entries that were skipped.
     """
 
     offsets: Integers
@@ -94,12 +79,10 @@ class Shard:
     weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     content: int = 0
     read: int = 0
-    skipped: dict[str, int] | None = None
-    notes: Notes = field(default_factory=dict)
+    noted: Noted | None = None
     file: Path | None = None
     bytes: int = 0
     label: str = ""
-    places: Places = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -143,7 +126,8 @@ class Shard:
         weights = self.weights if len(self.weights) else np.ones(len(self))
         for first in range(0, len(self), _BLOCK_DOCUMENTS):
             last = first + _BLOCK_DOCUMENTS
-            ends = (getattr(self, name)[first : last + 1].tolist() for name in _OFFSETS)
+            offsets = (self.name_offsets, self.offsets, self.span_offsets)
+            ends = (each[first : last + 1].tolist() for each in offsets)
             for *ranges, weight in zip(*map(pairwise, ends), weights[first:last], strict=True):
                 (name, name_end), (token, token_end), (span, span_end) = ranges
                 begin = b"%d %d " % (token_end - token, span_end - span)
@@ -153,6 +137,13 @@ class Shard:
                 if weight != 1.0:
                     digest.update(weight.tobytes())
                 yield int.from_bytes(digest.digest(), "big")
+
+    def write(self, path: Path) -> None:
+        """Write the shard to a file, atomically."""
+        about = {"version": VERSION, "content": f"{self.content:032x}", "read": self.read}
+        about |= {"skipped": None, "notes": {}, "places": {}} if self.noted is None else vars(self.noted)
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        write_atomically(path, save(arrays, {FORMAT: json.dumps(about)}))
 
     def check(self) -> None:
         """`ValueError` if the offsets do not match the arrays."""
@@ -193,76 +184,6 @@ def damaged(place: object, reason: str) -> ValueError:
     return ValueError(f"{place}: {reason}: the store is damaged; remove it and prepare it again")
 
 
-class ShardFile:
-    """A shard that grows by pieces on disk, in a file for each array: its documents take no memory.
-
-    The files have no names, so that a process that is killed leaves nothing of them.
-
-    Args:
-        path: file of the shard; the others are in its folder.
-
-    Attributes:
-        path: as given.
-        documents, tokens, read: numbers so far, see `Shard`.
-        content: hash of the documents so far.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._files = {name: TemporaryFile(dir=path.parent) for name in _ARRAYS}  # noqa: SIM115 - see `close`
-        self._sizes, self._dtypes = dict.fromkeys(_ARRAYS, 0), dict[str, np.dtype[Any]]()
-        self.path, self._is_weighted = path, False
-        self.documents = self.tokens = self.read = self.content = 0
-
-    def append(self, piece: Shard) -> None:
-        """Add the documents of a shard in memory."""
-        begin = 1 if self._dtypes else 0  # the last offset so far is in the file
-        try:
-            for name, file in self._files.items():
-                values = getattr(piece, name)
-                if name in _OFFSETS:  # these files come first: the others do not have this piece yet
-                    values = values[begin:] + self._sizes[_OFFSETS[name]]
-                elif name == "weights" and not len(values):
-                    values = np.ones(len(piece))
-                file.write(values.data)
-                self._sizes[name] += len(values)
-                self._dtypes[name] = values.dtype
-        except OSError as error:
-            raise with_advice(error, self.path) from error
-        self._is_weighted |= len(piece.weights) > 0
-        self.content = chain([(self.content, self.documents), (piece.content, len(piece))])
-        self.documents, self.tokens = self.documents + len(piece), self._sizes["tokens"]
-        self.read += piece.read
-
-    def write(self, skipped: dict[str, int] | None, notes: Notes, places: Places) -> None:
-        """Write the shard atomically; see `Shard`."""
-        content, read = f"{self.content:032x}", self.read
-        about = {"version": VERSION, "content": content, "read": read}
-        about |= {"skipped": skipped, "notes": notes, "places": places}
-        layout, end = dict[str, Any](__metadata__={FORMAT: json.dumps(about)}), 0
-        if not self._is_weighted:
-            self._sizes["weights"] = 0
-        for name, size in self._sizes.items():
-            shape = [size, 2] if name == "spans" else [size]
-            begin, end = end, end + math.prod(shape) * self._dtypes[name].itemsize
-            layout[name] = {"dtype": _NAMES[self._dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
-        head = json.dumps(layout, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % 8)
-
-        def blocks() -> Iterator[bytes]:
-            yield len(head).to_bytes(8, "little") + head
-            for file in [file for name, file in self._files.items() if self._sizes[name]]:
-                file.seek(0)
-                yield from iter(partial(file.read, _BLOCK_BYTES), b"")
-
-        write_atomically(self.path, blocks())
-
-    def close(self) -> None:
-        """Remove the files."""
-        for file in self._files.values():
-            with suppress(OSError):  # a full disk
-                file.close()
-
-
 def open_shard(path: Path, label: str = "") -> Shard:
     """Map a shard; its hash is not compared. `label` begins the names of its documents.
 
@@ -278,15 +199,12 @@ def open_shard(path: Path, label: str = "") -> Shard:
         about = json.loads(layout["__metadata__"][FORMAT])
         if about["version"] != VERSION:
             raise ValueError("another version")
-        noted = dict(about.get("notes", {}))  # stores before notes lack them
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
         shard = Shard(
             **{name: _array(data, name, layout[name]) for name in _ARRAYS},
             content=int(about["content"], 16),
             read=check_integer("read", about["read"], 0),
-            skipped=_counts(about["skipped"]),
-            notes={str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in noted.items()},
-            places=checked_places(about.get("places", {})),
+            noted=_noted(about),
             file=path,
             bytes=begin + len(data),
             label=label,
@@ -297,9 +215,20 @@ def open_shard(path: Path, label: str = "") -> Shard:
         raise damaged(path, f"not a shard ({' '.join(str(error).split())})") from error
 
 
-def _counts(value: Any) -> dict[str, int] | None:
-    """Reason → number of entries; None stays None. Anything else is a `TypeError` or `ValueError`."""
-    return None if value is None else {str(why): check_integer(why, n, 0) for why, n in dict(value).items()}
+def _noted(about: dict[str, Any]) -> Noted | None:
+    """What the metadata of the last shard of a part say about its records; None: another shard follows.
+
+    Raises:
+        LookupError, TypeError, ValueError: they say something else. (Those of earlier versions lack notes or places.)
+    """
+    if about["skipped"] is None:
+        return None
+    skipped, notes, places = (dict(about.get(name, {})) for name in ("skipped", "notes", "places"))
+    return Noted(
+        Counter({str(reason): check_integer(reason, n, 0) for reason, n in skipped.items()}),
+        {str(text): (check_integer(text, n, 0), str(name)) for text, (n, name) in notes.items()},
+        {str(reason): [str(name) for name in names][:MOST_PLACES] for reason, names in places.items()},
+    )
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
@@ -410,5 +339,5 @@ def find_shards(folder: Path, parts: Iterable[int], known: Sequence[Shard] = ())
                 return
             shard = opened[file] if file in opened else open_shard(file)
             yield shard
-            if shard.skipped is not None:  # the last one of its part
+            if shard.noted is not None:  # the last one of its part
                 break

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.stores.shards import (
-    ITEM_NAMES,
     TOKENIZER,
     Shard,
     StoreHeader,
@@ -34,7 +32,8 @@ from multipack.data.stores.shards import (
     damaged,
     find_shards,
 )
-from multipack.data.text.skipped import Notes, Places, add_notes, add_places
+from multipack.data.text.data_config import ITEM_NAMES
+from multipack.data.text.skipped import Noted
 from multipack.data.text.tokenizer import Progress, Tokenizer, silent
 from multipack.planning.lengths import Integers
 
@@ -64,9 +63,8 @@ class TokenStore:
         num_items: number of items.
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
-        skipped: reason → number of entries that the source skipped.
+        noted: about the records of the source.
         warnings: sentences on records that are not trained as they look.
-        places: reason → names of the first skipped entries.
         description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
             memory the bytes of its files. Reads for planning and by `verify` are not counted.
@@ -88,12 +86,12 @@ class TokenStore:
         self.folder = self.path if folder is None else Path(folder)
         self.header = header or StoreHeader.read(self.folder)
         self.shards = list(find_shards(self.folder, range(self.header.parts)) if shards is None else shards)
-        lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
-        self.is_complete = len(lasts) == self.header.parts
-        self.skipped, self.places = dict(sum(map(Counter, lasts), Counter())), Places()
+        self.noted, ended = Noted(), 0
         for shard in self.shards:
-            for reason, names in shard.places.items():
-                add_places(self.places, reason, [shard.label + name for name in names])
+            if shard.noted is not None:
+                self.noted.add(shard.noted, shard.label)
+                ended += 1
+        self.is_complete = ended == self.header.parts
         if shards is None and not (growing or self.is_complete):
             raise ValueError(
                 f"{self.folder} is not a complete token store ({len(self.shards):,} shards are there, and the last one"
@@ -143,13 +141,10 @@ class TokenStore:
     @property
     def warnings(self) -> list[str]:
         """Sentences on records that are not trained as they look, with the name of the first."""
-        noted: Notes = {}
-        for shard in self.shards:
-            add_notes(noted, shard.notes, shard.label)
         kind = "conversations" if self.header.chat_template else "documents"
         return [
             f"{count:,} of {self.num_items:,} {kind} with {text} (the first: {first})"
-            for text, (count, first) in noted.items()
+            for text, (count, first) in self.noted.notes.items()
         ]
 
     def in_memory(self) -> TokenStore:

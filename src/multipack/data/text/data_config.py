@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import permutations
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from multipack.planning.options import check_choice
+from multipack.ranges import Count, Positive, Range, Share, check_ranges
 
 SourceName = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "store", "mixture"]
 RECORDS = ("jsonl", "parquet", "huggingface")
@@ -23,6 +23,14 @@ RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preferen
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
 AlpacaPrompt = Literal["instruct", "chat", "chatml", "phi"]
+ItemKind = Literal["documents", "pairs", "labels"]
+"""Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
+followed by another record's answer to its prompt."""
+ITEM_NAMES: dict[ItemKind, str] = {
+    "documents": "single documents",
+    "pairs": "preference pairs",
+    "labels": "labeled answers",
+}
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 
@@ -60,7 +68,7 @@ class DataConfig:
     """Division of text into documents; auto: a stream with block_size, by separator if given, else by file."""
     separator: str = ""
     """Text between two documents of a file; part of neither."""
-    block_size: int = 0
+    block_size: Count = 0
     """Tokens of a document cut from a stream (0: as many as a pack and the context hold)."""
     format: RecordFormat = "auto"
     """Kind of record: text, completion, alpaca, chat, preference (pairs), label (answers); auto: by its fields."""
@@ -96,7 +104,7 @@ class DataConfig:
     """Unit of the weights of a mixture."""
     mixture_ends: Literal["all", "first"] = "all"
     """An epoch of a mixture ends when `all` stores were seen whole (small ones repeat), or with the `first` one."""
-    validation: float = 0.1
+    validation: Share = 0.1
     """Share of the documents (of a stream: of its last tokens) kept for validation."""
     validation_path: list[str] = field(default_factory=list)
     """Validation documents in place of a share: files or folders of the same source, or token stores; each a set."""
@@ -106,23 +114,23 @@ class DataConfig:
     """Seed of the choice of validation documents and of the documents of a mixture."""
     overlong: Overlong = "auto"
     """Documents longer than a pack or the context; auto: split with source=stdlib, else an error."""
-    overlap: int = 0
+    overlap: Count = 0
     """Tokens that a split piece repeats from the previous one, as context: they are targets once."""
     repeat_prompt: bool = False
     """Begin each piece of a split document with the document's prompt."""
     share_prefixes: Sharing = "off"
     """Compute common beginnings once: of `pairs`, of `groups` with one prompt, of `all` documents of a window."""
-    min_prefix: int = 16
+    min_prefix: Positive = 16
     """Least number of tokens that documents share; shorter common beginnings are repeated."""
     stream: bool = False
     """Train while documents arrive: from a token store that is still growing, or from a streamed data set."""
-    patience_seconds: float = 300.0
+    patience_seconds: Annotated[float, Range(above=0)] = 300.0
     """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
     """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
     stage: str = ""
     """Copy token stores first: `memory` = into each process, or a folder of this host; empty = read in place."""
-    readers: int = 0
+    readers: Count = 0
     """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
@@ -148,9 +156,7 @@ class DataConfig:
         for name, kind in get_type_hints(DataConfig).items():
             if get_origin(kind) is Literal:
                 check_choice(f"data.{name}", getattr(self, name), kind)
-        for name, is_legal, legal in _RANGES:
-            if not is_legal(value := getattr(self, name)):
-                raise ValueError(f"data.{name}={value}: {legal}")
+        check_ranges(self, "data.")
         self._check_source()
         self._check_validation()
         self._check_text()
@@ -198,6 +204,8 @@ class DataConfig:
             )
 
     def _check_text(self) -> None:
+        if self.block_size == 1:
+            raise ValueError("data.block_size=1: at least 2 tokens (or 0: as many as fit)")
         if self.separator and self.documents not in ("auto", "separator"):
             raise ValueError(f"data.separator={self.separator!r} contradicts data.documents={self.documents}")
         if "\\n" in self.separator or "\\t" in self.separator:
@@ -212,6 +220,10 @@ class DataConfig:
             )
 
     def _check_records(self) -> None:
+        if self.template_date and not _is_date(self.template_date):
+            raise ValueError(
+                f"data.template_date={self.template_date}: a day such as 2026-01-31 (or empty: today)"
+            )
         if self.special_tokens and self.chat_template in ("", *BUILT_IN_TEMPLATES):
             raise ValueError(
                 f"data.special_tokens={self.special_tokens} are for data.chat_template=FILE; those of"
@@ -275,24 +287,6 @@ def _is_date(text: str) -> bool:
 _DEFAULTS = DataConfig()
 _FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "label": (3,), "auto": (1, 2, 3)}
 _FIELD_COUNTS |= dict.fromkeys(("alpaca", "preference"), (2, 3))
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "validation",
-        lambda value: 0 <= value < 1,
-        "at least 0, below 1 (`multipack evaluate` takes all documents)",
-    ),
-    ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
-    ("overlap", lambda value: value >= 0, "0 tokens or more"),
-    ("min_prefix", lambda value: value >= 1, "1 token or more"),
-    ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),
-    (
-        "template_date",
-        lambda value: not value or _is_date(value),
-        "a day such as 2026-01-31 (or empty: today)",
-    ),
-    ("patience_seconds", lambda value: value > 0, "more than 0 seconds"),
-)
-"""Setting, whether a value is legal, and the legal values in words."""
 _OUT = "leave it out"
 _ONLY_WITH: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("path",), ("text", *RECORDS, "store"), "set data.source=text, or data.paths=[STORE,…] for a mixture"),

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from multipack.data.text.alpaca import alpaca_prompt
 from multipack.data.text.data_config import DataConfig
-from multipack.data.text.skipped import Notes, add_notes
+from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import BrokenRecord, Found, Message, Skip, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
@@ -242,19 +242,19 @@ class RecordReader:
 
     Attributes:
         form: of the records; None before the first one.
-        notes: what people should know about the records so far.
+        noted: what people should know about the records so far.
     """
 
     def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
         self._config, self._open_template = config, open_template
         self.form: RecordForm | None = None
         self._unused = _left_out(config.fields)
-        self.restart()
+        self.restart(Noted())
 
-    def restart(self) -> None:
-        """Forget the records before: the next one is the first."""
+    def restart(self, noted: Noted) -> None:
+        """Forget the records before: the next one is the first, and notes are added to `noted`."""
         self._last_answer: str | list[Message] | None = None
-        self.notes: Notes = {}
+        self.noted = noted
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
@@ -267,8 +267,8 @@ class RecordReader:
         wanted = {*more, *(config.fields or chain(*required))}
         return [name for name in names if name in wanted]
 
-    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Sequence[Found]]:
-        """The documents of each record in order: two of two answers, or a `Skip` with the reason why it has none.
+    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Found]:
+        """The documents of records in order: of each one, or two of two answers, or a `Skip` with the reason.
 
         Conversations are read ahead, because the template writes many of them at once.
 
@@ -287,7 +287,7 @@ class RecordReader:
                     found = finish([*islice(written, len(asked))] if asked else [])
                 except _FAULTS as error:
                     found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
-                yield found
+                yield from found
 
     def _begun(self, entry: Entry, unit: str) -> _Begun:
         """A record whose documents wait for the template."""
@@ -353,7 +353,7 @@ class RecordReader:
     ) -> Sequence[Found]:
         """The documents of these parts; their notes are kept."""
         if notes:
-            add_notes(self.notes, dict.fromkeys(sorted(notes), (1, name)))
+            self.noted.add(Noted(notes=dict.fromkeys(sorted(notes), (1, name))))
         documents = [SourceDocument(name, parts, takes_end) for parts in found]
         if weight != 1.0:  # of an item, which may be two documents
             documents[0] = documents[0]._replace(weight=weight)

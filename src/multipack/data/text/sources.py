@@ -19,7 +19,6 @@ import io
 import json
 import platform
 import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import accumulate
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from multipack.data.text import stdlib
 from multipack.data.text.data_config import RECORDS, SUFFIXES, DataConfig, TokenizerConfig
 from multipack.data.text.records import Entry, RecordForm, RecordReader, without_nulls
-from multipack.data.text.skipped import MOST_PLACES, Places, add_places, grouped
+from multipack.data.text.skipped import MOST_PLACES, Noted, grouped
 from multipack.data.text.texts import (
     Found,
     Item,
@@ -71,8 +70,7 @@ class Source:
         unit: unit of `done` and `total`: bytes of files, or rows.
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
-        skipped: reason → number of entries that the last iteration skipped.
-        places: reason → names of the first skipped entries.
+        noted: about the records of the last iteration.
         fault: what is wrong with the first broken entry of the last iteration; empty = none was broken.
 
     Raises:
@@ -87,9 +85,8 @@ class Source:
         self.dataset: Any = None
         self.name, self.unit, self.total = config.path, "bytes", 0
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
-        self.skipped, self.places, self.fault = Counter[str](), Places(), ""
+        self.noted, self.fault = Noted(), ""
         self._ignored, self._done, self._before = 0, 0, 0
-        self._reached: int | None = None  # `done`, while records are read ahead
         self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
             self.dataset = [] if config.stream else open_dataset(config)
@@ -143,38 +140,29 @@ class Source:
 
     @property
     def done(self) -> int:
-        """Amount that the current iteration has read, in `unit`, without records that wait for the template."""
-        return self._read if self._reached is None else self._reached
-
-    @property
-    def _read(self) -> int:
+        """Amount that the current iteration has read, in `unit`; records that wait for the template are read, too."""
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
     def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped, self.places, self.fault = Counter(), {}, ""
-        self._done, self._open_file, self._reached = 0, None, None
-        self.reader.restart()
+        self.noted, self.fault = Noted(), ""
+        self._done, self._open_file = 0, None
+        self.reader.restart(self.noted)
         if self._ignored:
-            self.skipped["files of other kinds"] = self._ignored
+            self.noted.skipped["files of other kinds"] = self._ignored
         for found in (
             self._read_files()
             if self.dataset is None
-            else self._checked(self.documents(self._read_rows(), "rows"))
+            else self._checked(self.reader.documents(self._read_rows(), "rows"))
         ):
             if isinstance(found, SourceDocument):
                 yield found
             else:
-                self.skip(found.reason, found.name)
+                self.noted.skip(found.reason, found.name)
                 self.fault = self.fault or found.fault
 
     def items(self) -> Iterator[Item]:
         """The documents, by the item that they belong to."""
         return zip(*[iter(self)] * (2 if self.find_form().pairs else 1), strict=True)
-
-    def skip(self, reason: str, name: str) -> None:
-        """Count and name an entry that is left out."""
-        self.skipped[reason] += 1
-        add_places(self.places, reason, [name])
 
     def _checked(self, entries: Iterable[Found]) -> Iterator[Found]:
         """The entries of a file; with `data.broken=error` a ValueError names broken ones."""
@@ -230,20 +218,6 @@ class Source:
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
             yield without_nulls(dict(record)), name, where
-
-    def documents(self, entries: Iterable[Entry], unit: str) -> Iterator[Found]:
-        """The documents of records; `done` is the amount that was read up to each, although others are read ahead."""
-        read = deque[int]()
-
-        def noted() -> Iterator[Entry]:
-            for entry in entries:
-                read.append(self._read)
-                yield entry
-
-        for found in self.reader.documents(noted(), unit):
-            self._reached = read.popleft()
-            yield from found
-        self._reached = None
 
     def find_form(self) -> RecordForm:
         """The form of the records; the first one is read if none was yet. Other sources have an empty one."""
@@ -320,14 +294,14 @@ def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[F
 def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """One JSON object per line; a `.json` file may hold a list of objects instead."""
     records = json_records(content, file.path)
-    return source.documents(
+    return source.reader.documents(
         ((record, f"{file.name}:{number}", where) for number, where, record in records), "lines"
     )
 
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Rows of a Parquet file; only the required columns are read, and at most one row group is in memory."""
-    return source.documents(_parquet_rows(source, file, content), "rows")
+    return source.reader.documents(_parquet_rows(source, file, content), "rows")
 
 
 def _parquet_rows(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Entry]:

@@ -30,7 +30,7 @@ from multipack.data.stores.shards import HEADER, StoreHeader, find_shards
 from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import ShardBuilder
 from multipack.data.text.data_config import DataConfig
-from multipack.data.text.skipped import Notes, Places, add_notes, add_places
+from multipack.data.text.skipped import Noted
 from multipack.data.text.sources import Source
 from multipack.data.text.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from multipack.data.views.documents import Document, Documents
@@ -71,7 +71,7 @@ class Arriving(ABC):
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
         report: counts of shortened, divided and dropped documents, over all finished chunks.
-        places: reason → names of the first records that this process read and left out.
+        noted: about the streamed records that this process read.
         validation: the validation documents, none longer than `limit`.
         validation_fit: like `report`, for the validation documents.
 
@@ -85,7 +85,7 @@ class Arriving(ABC):
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
-        self.interrupted, self.places = False, Places()
+        self.interrupted, self.noted = False, Noted()
         # The documents of the current chunk, the report of their cuts, and the position after it.
         self._chunk: tuple[Documents, FitReport, Position] | None
         self.restart()
@@ -137,6 +137,11 @@ class Arriving(ABC):
     def skipped(self) -> dict[str, int]:
         """Reason → number of records without a document, up to the current chunk's end."""
         return (self._chunk[2] if self._chunk else self._begin).get("skipped", {})
+
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each reason for which records have no document, up to the current chunk's end."""
+        return Noted(Counter(self.skipped), places=self.noted.places).lines()
 
     @property
     def fit(self) -> FitReport:
@@ -339,7 +344,7 @@ class StreamedRecords(Arriving):
         self._records: Any = None
         self._rows: Iterator[Any] = iter(())
         self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
-        self._noted, self._notes = 0, Notes()  # number of records that were noted; they may be read again
+        self._known = 0  # number of records that `noted` knows; they may be read again
         super().__init__(data, limit)
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
@@ -356,13 +361,11 @@ class StreamedRecords(Arriving):
             end = {
                 "records": count + len(rows),
                 "source": self._records.state_dict(),
-                "skipped": {**Counter(begin["skipped"]) + Counter(store.skipped)},
+                "skipped": {**Counter(begin["skipped"]) + store.noted.skipped},
             }
-            if count >= self._noted:
-                self._noted = count + len(rows)
-                add_notes(self._notes, store.shards[0].notes)
-                for reason, names in store.places.items():
-                    add_places(self.places, reason, names)
+            if count >= self._known:
+                self._known = count + len(rows)
+                self.noted.add(store.noted)
             self._rows_begin = end
             if store.num_documents:
                 return store, end
@@ -379,10 +382,9 @@ class StreamedRecords(Arriving):
         header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **form.header)
         builder = ShardBuilder(tokenizer.vocabulary_size)
         builder.add_batch(items, tokenizer)
-        skipped = dict(source.skipped)
         if without := len(items) - len(builder) // header.item_size:
-            skipped["documents without tokens"] = without
-        shard = replace(builder.build(), skipped=skipped, notes=source.reader.notes, places=source.places)
+            source.noted.skipped["documents without tokens"] = without
+        shard = replace(builder.build(), noted=source.noted)
         store = TokenStore(Path(self.name), header=header, shards=[shard])
         store.tokenizer = tokenizer  # in memory, too
         return store
@@ -393,7 +395,7 @@ class StreamedRecords(Arriving):
         kind = "conversations" if self.validation.store.header.chat_template else "documents"
         return [
             f"{count:,} {kind} with {text} (the first: {first})"
-            for text, (count, first) in self._notes.items()
+            for text, (count, first) in self.noted.notes.items()
         ]
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 Tokens = NDArray[np.unsignedinteger]
@@ -32,58 +32,7 @@ def shared(common: Integers, min_prefix: int) -> Integers:
     return np.where(common < min_prefix, 0, common // grain * grain)
 
 
-def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integers:
-    """(documents,) document numbers in the order of their tokens.
-
-    A document comes before longer ones that it begins; equal ones are in the order of their numbers.
-
-    Args:
-        tokens: flat tokens, each at most `LARGEST_TOKEN`.
-        starts: (documents,) place of each document's first token.
-        lengths: (documents,) tokens of each document.
-    """
-    order = np.arange(len(starts), dtype=np.int64)
-    _sort(tokens, starts, lengths, order, np.empty(len(starts), dtype=np.int64))
-    return order
-
-
-def common_prefixes(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers) -> Integers:
-    """(documents,) first tokens that each document of `order` has in common with the one before it; 0 for the first."""
-    return _common(tokens, starts, lengths, order)
-
-
-def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
-    """Divide sorted documents into trees of at most `limit` slots, repeating as few tokens as possible.
-
-    A cut before a document repeats what it shares with the one before. Of all divisions into neighbors this one repeats
-    the fewest tokens, found by a dynamic program over the last cut; where a cut repeats nothing there is one.
-
-    Args:
-        lengths: (documents,) tokens, in the order of `sort_by_tokens`, none above the limit.
-        shared: (documents,) tokens shared with the document before.
-        limit: maximum slots of a tree.
-
-    Returns:
-        (documents,) whether a tree begins with the document.
-    """
-    return _cut(lengths, shared, limit)
-
-
-def least_slots(lengths: Integers, shared: Integers, capacity: int) -> int:
-    """A proven lower bound on the slots of any packs that hold these documents.
-
-    The documents below a node of depth p have d distinct tokens below it. A pack that holds some of them holds the
-    node's path, so at most capacity − p of these tokens; at least ⌈d / (capacity − p)⌉ packs do, each with the node.
-
-    Args:
-        lengths: (documents,) tokens, in the order of `sort_by_tokens`, none above the capacity.
-        shared: (documents,) tokens shared with the document before.
-        capacity: maximum slots of a pack.
-    """
-    return int(_bound(lengths, shared, capacity))
-
-
-@compiled
+@Compiled
 def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     """The tokens depth … depth + 2 of a document as one integer; the end of a document comes before every token."""
     key = 0
@@ -94,13 +43,20 @@ def _key(tokens: Tokens, start: int, length: int, depth: int) -> int:
     return key
 
 
-@compiled
-def _sort(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers, keys: Integers) -> None:
-    """Multikey quicksort with cached keys (Bentley and Sedgewick 1997; Ng and Kakehi 2007), in place.
+@Compiled
+def sort_by_tokens(tokens: Tokens, starts: Integers, lengths: Integers) -> Integers:
+    """(documents,) document numbers in the order of their tokens.
 
-    A segment [low, high) of `order` has the first `depth` tokens in common. With depth −1 its documents are equal, and
-    their numbers are the keys.
+    A document comes before longer ones that it begins; equal ones are in the order of their numbers.
+
+    Args:
+        tokens: flat tokens, each at most `LARGEST_TOKEN`.
+        starts: (documents,) place of each document's first token.
+        lengths: (documents,) tokens of each document.
     """
+    # Multikey quicksort with cached keys (Bentley and Sedgewick 1997; Ng and Kakehi 2007). A segment [low, high) of
+    # `order` has the first `depth` tokens in common. With depth -1 its documents are equal, and the keys their numbers.
+    order, keys = np.arange(len(starts)), np.empty(len(starts), dtype=np.int64)
     stack = np.empty((64, 3), dtype=np.int64)
     stack[0, 0], stack[0, 1], stack[0, 2] = 0, len(order), 0
     size, fresh = 1, True
@@ -146,10 +102,12 @@ def _sort(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers, 
             stack[size, 0], stack[size, 1] = below, above
             stack[size, 2] = 0 if ended else 2 * (depth + 4)
             size += 1
+    return order
 
 
-@compiled
-def _common(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers) -> Integers:
+@Compiled
+def common_prefixes(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers) -> Integers:
+    """(documents,) first tokens that each document of `order` has in common with the one before it; 0 for the first."""
     found = np.zeros(len(order), dtype=np.int64)
     for number in range(1, len(order)):
         before, here = order[number - 1], order[number]
@@ -161,9 +119,22 @@ def _common(tokens: Tokens, starts: Integers, lengths: Integers, order: Integers
     return found
 
 
-@compiled
-def _cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
-    """A queue holds the beginnings from which a tree may reach the current document, with rising repeated tokens."""
+@Compiled
+def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
+    """Divide sorted documents into trees of at most `limit` slots, repeating as few tokens as possible.
+
+    A cut before a document repeats what it shares with the one before. Of all divisions into neighbors this one repeats
+    the fewest tokens, found by a dynamic program over the last cut; where a cut repeats nothing there is one.
+
+    Args:
+        lengths: (documents,) tokens, in the order of `sort_by_tokens`, none above the limit.
+        shared: (documents,) tokens shared with the document before.
+        limit: maximum slots of a tree.
+
+    Returns:
+        (documents,) whether a tree begins with the document.
+    """
+    # A queue holds the beginnings from which a tree may reach the current document, with rising repeated tokens.
     count = len(lengths)
     repeated = np.zeros(
         count + 1, dtype=np.int64
@@ -194,9 +165,19 @@ def _cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     return begins
 
 
-@compiled
-def _bound(lengths: Integers, shared: Integers, capacity: int) -> int:
-    """Nodes are closed from the deepest; `inside` sums the distinct tokens below each open node."""
+@Compiled
+def least_slots(lengths: Integers, shared: Integers, capacity: int) -> int:
+    """A proven lower bound on the slots of any packs that hold these documents.
+
+    The documents below a node of depth p have d distinct tokens below it. A pack that holds some of them holds the
+    node's path, so at most capacity − p of these tokens; at least ⌈d / (capacity − p)⌉ packs do, each with the node.
+
+    Args:
+        lengths: (documents,) tokens, in the order of `sort_by_tokens`, none above the capacity.
+        shared: (documents,) tokens shared with the document before.
+        capacity: maximum slots of a pack.
+    """
+    # Nodes are closed from the deepest; `inside` sums the distinct tokens below each open node.
     depths, inside = np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64)
     size, total = 1, 0
     for place in range(1, len(lengths) + 1):

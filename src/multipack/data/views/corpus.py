@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from multipack.atomic import cache_folder
 from multipack.data.stores.prepare import prepare
-from multipack.data.stores.shards import HEADER, ITEM_NAMES
-from multipack.data.stores.staging import stage, verify_once
+from multipack.data.stores.shards import HEADER
 from multipack.data.stores.store import TokenStore
-from multipack.data.text.data_config import RECORDS, DataConfig
-from multipack.data.text.skipped import skipped_lines
-from multipack.data.text.sources import Source, open_dataset
-from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
-from multipack.data.views.arriving import Arriving, GrowingFolder, StreamedRecords
+from multipack.data.text.data_config import ITEM_NAMES, RECORDS, DataConfig
+from multipack.data.text.sources import open_dataset
+from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, silent
 from multipack.data.views.documents import Documents
-from multipack.data.views.mixture import Share, mix
 from multipack.data.views.overlong import FitReport
 from multipack.planning.lengths import nothing_learned
+
+if TYPE_CHECKING:
+    from multipack.data.views.arriving import Arriving
+    from multipack.data.views.mixture import Share
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def load_sets(
         description="; ".join(store.description for store in stores),
         train_fit=FitReport(limit, "error"),
         validation_fit=reduce(add, (part.train_fit for part in parts)),
-        skipped=skipped_lines(documents.store.skipped, documents.store.places),
+        skipped=documents.store.noted.lines(),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
         staged=staged,
@@ -217,8 +217,14 @@ def _open_all(
         is_store = each.source == "store"
         path = each.path if is_store else prepare(each, tokenizer, progress=progress)
         stores.append(_open(path, tokenizer) if is_store else TokenStore(path))
-    stores, staged = stage(stores, data.stage if reads else "", progress)
+    staged = ""
+    if data.stage and reads:
+        from multipack.data.stores.staging import stage
+
+        stores, staged = stage(stores, data.stage, progress)
     if data.verify == "full" and reads:
+        from multipack.data.stores.staging import verify_once
+
         verify_once(stores, cache_folder(data.cache), progress)
     return stores, staged
 
@@ -229,7 +235,8 @@ def _load_stored(
     """The documents of stores, which are prepared first, if necessary."""
     stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
     parts = [_divided(store, data, limit) for store in stores]
-    train, validation, shares = parts[0].train, parts[0].validation, tuple[Share, ...]()
+    train, validation = parts[0].train, parts[0].validation
+    shares: tuple[Share, ...] = ()
     description = stores[0].description
     if data.source == "mixture":
         train, validation, shares = _mixed(stores, parts, data)
@@ -250,26 +257,12 @@ def _load_stored(
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, (part.validation_fit for part in parts)),
-        skipped=skipped_lines(store.skipped, store.places),
+        skipped=store.noted.lines(),
         store_path=stores[0].path,
         mixture=shares,
         sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),
         staged=staged,
     )
-
-
-def find_tokenizer(
-    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress = silent
-) -> Tokenizer:
-    """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
-
-    Arguments and errors: see `load_corpus`.
-    """
-    if data.stream:
-        return _load_stream(data, tokenizer, limit).tokenizer
-    if data.source in ("store", "mixture"):
-        return _open((data.paths or [data.path])[0], tokenizer).tokenizer
-    return build_tokenizer(tokenizer, Source(data, tokenizer), cache_folder(data.cache), progress)
 
 
 class _Divided(NamedTuple):
@@ -313,6 +306,8 @@ def _mixed(
     names = _names([store.path for store in stores])
     trains, validations = [part.train for part in parts], [part.validation for part in parts]
     own, held = _within_joined(stores, names, trains, validations)
+    from multipack.data.views.mixture import mix
+
     train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
     return train, Documents.joined(held), shares
 
@@ -334,6 +329,8 @@ def _within_joined(
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
     """The documents of a stream: some held back for validation, and an iterator over the others."""
+    from multipack.data.views.arriving import GrowingFolder, StreamedRecords
+
     arriving: Arriving
     if data.source == "store":
         arriving = GrowingFolder(data, limit)

@@ -46,9 +46,8 @@ class CorpusReport:
         tokens: number of tokens.
         targets: tokens that are targets, and their share; the first token of a document is never one.
         mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
-        skipped: reason → number of entries left out, duplicates included.
+        noted: about the records of the source.
         warnings: sentences on records that are not trained as they look.
-        places: reason → names of the first skipped entries.
         histogram: documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest.
         excess: longer documents, for common capacities below the longest one.
         pairs: whether the documents are preference pairs.
@@ -78,8 +77,7 @@ class CorpusReport:
         self.target_share = self.targets / self.tokens
         self.mean, self.median = self.tokens / self.documents, _quantile(lengths, counts, 0.5)
         self.p99 = _quantile(lengths, counts, 0.99)
-        self.places = store.places
-        self.skipped, self.duplicates = store.skipped, store.skipped.get("duplicates", 0)
+        self.noted, self.duplicates = store.noted, store.noted.skipped["duplicates"]
         self.warnings = store.warnings
         power = np.frexp(lengths)[1] - 1  # exact: 2**power <= length < 2**(power + 1)
         documents, tokens = (np.bincount(power, weights=each) for each in (counts, counts * lengths))
@@ -102,7 +100,9 @@ class CorpusReport:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("histogram", "excess")}
-        return vars(self) | lists
+        figures = vars(self) | vars(self.noted) | lists
+        del figures["noted"]
+        return figures
 
 
 def _quantile(values: Integers, counts: Integers, share: float) -> float:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.data.text.data_config import DataConfig
 from multipack.data.views.common_prefix import (
     LARGEST_TOKEN,
     Tokens,
@@ -33,17 +32,18 @@ from multipack.data.views.common_prefix import (
 )
 from multipack.data.views.documents import Documents
 from multipack.planning.attention_pairs import AttentionPairs
-from multipack.planning.cost import CostModel
 from multipack.planning.items import ItemSource, SharedItems
-from multipack.planning.lengths import Integers, Packs, check_integers, check_lengths, offsets_of
-from multipack.planning.options import (
-    PlanOptions,
+from multipack.planning.lengths import (
+    Integers,
+    Packs,
     check_carried,
-    check_item_options,
+    check_integers,
+    check_lengths,
     check_targets,
     check_weights,
+    offsets_of,
 )
-from multipack.planning.plan import SingleDocuments
+from multipack.planning.options import PlanOptions, check_item_options
 from multipack.planning.steps import permutation
 
 TREES_PER_PACK = 4
@@ -287,16 +287,6 @@ class SharedPrefixes(ItemSource):
         changes = np.diff(self._groups[sequence], prepend=-1) != 0
         changes[len(opening) : len(opening) + 1] = True
         return sequence, np.cumsum(changes)
-
-
-def planned_items(
-    documents: Documents, data: DataConfig, options: PlanOptions, cost: CostModel
-) -> ItemSource:
-    """The items of documents, or of preference pairs, by `data.share_prefixes`; `cost` is the plan's."""
-    if data.share_prefixes == "off":
-        return SingleDocuments(documents.lengths, options, documents.target_counts, documents.weights)
-    more = {"min_prefix": data.min_prefix, "window": cost.window}
-    return SharedPrefixes.of(documents, data.share_prefixes, options, **more)
 
 
 def _numbered(groups: ArrayLike, entries: int) -> Integers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multipack.data.stores.shards import ItemKind
+from multipack.data.text.data_config import ItemKind
 from multipack.models.objectives.dpo import HINGE, IPO, ROBUST, SIGMOID
 from multipack.models.objectives.kto import KTO
 from multipack.models.objectives.orpo import ORPO

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from multipack.data.stores.shards import ItemKind
+from multipack.data.text.data_config import ItemKind
 
 PAIR_LEGEND = {
     "reward_accuracy": "share of pairs whose chosen answer has the higher reward",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
@@ -46,7 +46,7 @@ class State(NamedTuple):
     seed: Integers  # (1,) state of the random numbers that draw documents
 
 
-@compiled
+@Compiled
 def _state(
     placed: Integers,
     lengths: Integers,
@@ -73,7 +73,7 @@ def _state(
     return State(placed, lengths, loads, head, after, tokens, sizes, totals, capacity, max_documents, seed)
 
 
-@compiled
+@Compiled
 def _move(state: State, document: int, target: int) -> None:
     """Move a document, with or without a pack, into another one, whose list stays in descending order of length."""
     placed, head, after = state.placed, state.head, state.after
@@ -104,14 +104,14 @@ def _move(state: State, document: int, target: int) -> None:
         state.totals[1, pack % ranks] += sign * state.loads[1, document]
 
 
-@compiled
+@Compiled
 def _random(state: State) -> int:
     """A number below 2^23: high bits of a linear congruential generator modulo 2^31 (the constants of ANSI C)."""
     state.seed[0] = (state.seed[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return state.seed[0] >> 8
 
 
-@compiled
+@Compiled
 def _candidates(state: State, x: int, y: int, half: int) -> Integers:
     """Documents of two packs that may move: one of each length and load of a pack, at most 2 · half, drawn at random.
 
@@ -141,7 +141,7 @@ def _candidates(state: State, x: int, y: int, half: int) -> Integers:
     return found
 
 
-@compiled
+@Compiled
 def _subset_sums(state: State, documents: Integers, y: int) -> Integers:
     """(4, 2^n): sums over all subsets of documents, ascending by the first row.
 
@@ -171,7 +171,7 @@ def _subset_sums(state: State, documents: Integers, y: int) -> Integers:
     return new
 
 
-@compiled
+@Compiled
 def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_gap: int) -> int:
     """Find the documents of packs x and y that, moved to the other pack, lower the load of x by half of a gap.
 
@@ -211,7 +211,7 @@ def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_
     return chosen
 
 
-@compiled
+@Compiled
 def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int) -> bool:
     """Move documents between packs x and y as `_best_subset` finds; whether any moved."""
     found = _candidates(state, x, y, half)
@@ -254,7 +254,7 @@ def even_out(
     _even_out(placed, lengths, loads, *limits, *search)
 
 
-@compiled
+@Compiled
 def _even_out(
     placed: Integers,
     lengths: Integers,
@@ -298,7 +298,7 @@ def _even_out(
         failed = 0 if _rearrange(state, x, y, gap, other_gap, half) else failed + 1
 
 
-@compiled
+@Compiled
 def _emptiest(state: State, skipped: NDArray[np.bool_], max_documents: int) -> int:
     """The pack with the fewest tokens that is not skipped and holds fewer documents; −1 if there is none."""
     found = -1
@@ -309,7 +309,7 @@ def _emptiest(state: State, skipped: NDArray[np.bool_], max_documents: int) -> i
     return found
 
 
-@compiled
+@Compiled
 def _collect(state: State, taker: int, enough: int, half: int) -> None:
     """Pass the free tokens of other packs, emptiest first, to one pack until it has enough."""
     done = np.zeros(len(state.tokens), dtype=np.bool_)
@@ -325,7 +325,7 @@ def _collect(state: State, taker: int, enough: int, half: int) -> None:
         _rearrange(state, taker, giver, 2 * min(room, missing), other_gap, half)
 
 
-@compiled
+@Compiled
 def gather(
     placed: Integers, lengths: Integers, packs: int, capacity: int, max_documents: int, spare: int
 ) -> None:

@@ -22,13 +22,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 Words = NDArray[np.uint64]
 
 
-@compiled
+@Compiled
 def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Words) -> None:
     """Append a group to the queue of a room. Groups count from 1, so that a table of zeros is empty."""
     if last[room] == 0:
@@ -40,7 +40,7 @@ def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Words
     last[room] = group
 
 
-@compiled
+@Compiled
 def _dequeue(room: int, last: Integers, after: Integers, bits: Words) -> None:
     """Remove the first group of the queue of a room."""
     first = after[last[room]]
@@ -51,7 +51,7 @@ def _dequeue(room: int, last: Integers, after: Integers, bits: Words) -> None:
     bits[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
 
 
-@compiled
+@Compiled
 def _smallest_room(length: int, last: Integers, bits: Words) -> int:
     """The smallest room ≥ length whose queue is not empty; −1 if there is none."""
     room = length
@@ -65,7 +65,7 @@ def _smallest_room(length: int, last: Integers, bits: Words) -> int:
     return -1
 
 
-@compiled
+@Compiled
 def next_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
     """Each document into the open pack, or into a new one. Returns each document's pack, and the number of packs."""
     packs = np.empty(len(lengths), dtype=np.int64)
@@ -79,7 +79,7 @@ def next_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Inte
     return packs, pack + 1
 
 
-@compiled
+@Compiled
 def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
     """Each document into the first pack with room, found in a tree of the largest room below each node."""
     leaves = 1
@@ -106,7 +106,7 @@ def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Int
     return packs, used
 
 
-@compiled
+@Compiled
 def best_fit(
     values: Integers, counts: Integers, capacity: int, max_documents: int, last: Integers, bits: Words
 ) -> tuple[Integers, Integers, Integers, Integers]:
@@ -168,7 +168,7 @@ def best_fit(
     return opened[1:groups], packs[1:groups], newest[1:groups], runs[:num_runs]
 
 
-@compiled
+@Compiled
 def unroll(order: Integers, newest: Integers, runs: Integers) -> tuple[Integers, Integers, Integers]:
     """The runs of the groups, in the given order, as flat arrays.
 
@@ -190,7 +190,7 @@ def unroll(order: Integers, newest: Integers, runs: Integers) -> tuple[Integers,
     return starts, numbers, copies
 
 
-@compiled
+@Compiled
 def hand_out(
     by_length: Integers,
     counts: Integers,

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 
-@compiled
+@Compiled
 def _count_out(lengths: Integers, longest: int, order: NDArray[Any]) -> None:
     """Write document numbers by falling length, equal lengths by rising number, with a table of all lengths."""
     starts = np.zeros(longest + 2, dtype=np.int64)

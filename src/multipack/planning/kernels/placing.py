@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from multipack.planning.kernels import balancing, compiled
+from multipack.planning.kernels import Compiled, balancing
 from multipack.planning.lengths import Integers
 
 
-@compiled
+@Compiled
 def spread(
     lengths: Integers, costs: Integers, visit: Integers, packs: int, capacity: int, max_documents: int
 ) -> Integers:
@@ -60,7 +60,7 @@ def spread(
     return placed
 
 
-@compiled
+@Compiled
 def _spread_each(
     lengths: Integers, costs: Integers, offsets: Integers, packs: int, capacity: int, max_documents: int
 ) -> Integers:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import Compiled
 from multipack.planning.lengths import Integers
 
 
-@compiled
+@Compiled
 def _next_left(following: Integers, number: int) -> int:
     """The first length with documents, from `number` on. Shortens the paths that it follows."""
     end = number
@@ -25,7 +25,7 @@ def _next_left(following: Integers, number: int) -> int:
     return end
 
 
-@compiled
+@Compiled
 def _next_that_fits(values: Integers, following: Integers, number: int, room: int) -> int:
     """The longest length of at most `room` tokens with documents, from `number` on."""
     low, high = number, len(values)
@@ -38,7 +38,7 @@ def _next_that_fits(values: Integers, following: Integers, number: int, room: in
     return _next_left(following, low)
 
 
-@compiled
+@Compiled
 def _search(
     values: Integers, left: Integers, following: Integers, capacity: int, nodes: int, best: Integers
 ) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def _search(
     return best_depth, tried
 
 
-@compiled
+@Compiled
 def fill(
     values: Integers, counts: Integers, capacity: int, max_documents: int, nodes: int, tries: int
 ) -> tuple[Integers, Integers, Integers, Integers]:
@@ -119,7 +119,7 @@ def fill(
     return starts[: patterns + 1].copy(), numbers[:runs].copy(), copies[:runs].copy(), packs[:patterns].copy()
 
 
-@compiled
+@Compiled
 def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: int) -> tuple[int, Integers]:
     """The packs of greatest weight, by dynamic programming over tokens.
 

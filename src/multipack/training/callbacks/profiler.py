@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,10 @@ class Trace(Callback):
         """Advance the profiler's schedule."""
         if self._profiler is not None:
             self._profiler.step()
+
+    def ending(self) -> Mapping[str, Any]:
+        """Communication of the traced steps."""
+        return {"communication": self.communication} if self.communication else {}
 
     def close(self, failed: bool) -> None:
         """Write a shorter trace if the run ended within it."""

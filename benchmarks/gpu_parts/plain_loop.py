@@ -7,9 +7,7 @@ AdamW, gradient clipping, gradient accumulation. Documents of a row see each oth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -72,35 +70,23 @@ class PlainModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def train_plainly(
-    stream: np.ndarray,
-    sizes: Sizes,
-    device: str,
-    dtype: torch.dtype,
-    rate: Callable[[int], float] = lambda step: 6e-4,
-    compiled: bool = False,
-) -> Iterator[PlainModel]:
-    """Train without end on rows drawn from a stream of tokens; yields the model after every step.
+def tokens_per_second(stream: np.ndarray, sizes: Sizes, device: str, steps: int, skipped: int) -> float:
+    """Train on rows drawn from a stream of tokens; the steps after the first `skipped` count.
 
-    Args:
-        stream: (tokens,).
-        sizes: of the model and of a step.
-        device: where it computes.
-        dtype: of matrix products.
-        rate: step, from 0 → its learning rate.
-        compiled: whether the model is compiled whole.
+    On a GPU the model is compiled whole, and matrix products are in bf16.
     """
     torch.manual_seed(0)
+    is_gpu = device == "cuda"
     model = PlainModel(sizes).to(device)
-    call = torch.compile(model) if compiled else model
-    fused = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    draw = np.random.default_rng(0)
+    call = torch.compile(model) if is_gpu else model
+    fused = torch.optim.AdamW(model.parameters(), 6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    draw, began = np.random.default_rng(0), 0.0
     following = rows_of(stream, sizes, device, draw)
-    for step in count():
-        for group in fused.param_groups:
-            group["lr"] = rate(step)
+    for step in range(steps):
+        if step == skipped:
+            began = wait(device)
         for _ in range(sizes.micro_batches):
-            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(device, torch.bfloat16, enabled=is_gpu):
                 loss = call(*following) / sizes.micro_batches
             following = rows_of(stream, sizes, device, draw)  # while the device computes
             loss.backward()
@@ -109,7 +95,7 @@ def train_plainly(
         fused.zero_grad(set_to_none=True)
         if step % 10 == 0:
             loss.item()
-        yield model
+    return (steps - skipped) * sizes.micro_batches * sizes.rows * sizes.row / (wait(device) - began)
 
 
 def rows_of(

@@ -1,19 +1,11 @@
-"""What ranks have and do, looked at on real ranks: the data of the pictures in docs/parallel/."""
+"""What ranks have and do, observed on real ranks: the data of pictures.py."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import re
-import tempfile
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import nn
 
 from multipack.launch.bandwidth import Operation, call_collective
 from multipack.parallel.mesh import Mesh
@@ -43,7 +35,7 @@ def collective_results(size: int) -> dict[str, list[list[Element]]]:
     return found
 
 
-def _after(world: World, kept: Mapping[str, Any], operation: Operation) -> list[Element]:
+def _after(world: World, operation: Operation) -> list[Element]:
     size = 1 if operation in ("all_gather", "gather") else world.size
     own = torch.tensor([10.0 * (world.rank + 1) + at for at in range(size)])
     result = call_collective(operation, own, world)
@@ -70,7 +62,7 @@ def pieces_of_matrices(size: int) -> dict[str, tuple[tuple[int, int], list[Piece
     return {name: (shape, [each[name][1] for each in found]) for name, (shape, _) in found[0].items()}
 
 
-def _pieces(world: World, kept: Mapping[str, Any]) -> dict[str, tuple[tuple[int, int], Piece]]:
+def _pieces(world: World) -> dict[str, tuple[tuple[int, int], Piece]]:
     engine, found = engine_of(world, BLOCK, ParallelConfig(tensor=world.size)), {}
     for name, parameter in engine.parameters.items():
         if parameter.ndim == 2:
@@ -97,9 +89,7 @@ def passes_of_stages(size: int, micro_batches: int) -> dict[str, list[Pass]]:
     return {name: timed(order, 0.5 if name == "interleaved" else 1.0) for name, order in orders.items()}
 
 
-def _order(
-    world: World, kept: Mapping[str, Any], schedule: Schedule, count: int
-) -> list[tuple[int, int, bool]]:
+def _order(world: World, schedule: Schedule, count: int) -> list[tuple[int, int, bool]]:
     """(stage, micro-batch, whether backward) of this rank's passes in a step."""
     config = ParallelConfig(pipeline=world.size, schedule=schedule)
     engine = engine_of(world, DEEP, config, count)
@@ -164,53 +154,3 @@ def places(config: ParallelConfig, ranks: int, layers: int) -> list[Place]:
         at = Mesh(World(rank, ranks), config.axes(ranks)).coordinate
         found.append(Place(at("pp"), at("dp_shard"), at("tp"), split[at("pp")]))
     return found
-
-
-# Memory with state in files
-
-WIDE = ModelShape(layers=8, heads=8, d_model=512, d_ff=1408, context=64, vocabulary_size=4096, tied=False)
-WAYS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "ddp offload=disk": {"offload": "disk"},
-    "zero3": {"data": "zero3"},
-    "zero3 offload=disk": {"data": "zero3", "offload": "disk"},
-}
-
-
-def offloaded() -> dict[str, tuple[float, float]]:
-    """Way → MiB that a decoder adds to a process after two steps: its own, and with pages of files."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors go back to the system
-    found = {}
-    for name, words in WAYS.items():
-        with tempfile.TemporaryDirectory() as folder, Ranks(1) as ranks:
-            folders = {"offload_folder": folder} if "offload" in words else {}
-            (found[name],) = ranks.run(_resident, ParallelConfig(**words, **folders))
-    return found
-
-
-def _resident(world: World, kept: Mapping[str, Any], config: ParallelConfig) -> tuple[float, float]:
-    pack = pack_of([64], 64, WIDE.vocabulary_size)
-    small = engine_of(world, DEEP)  # what a first step loads is not counted
-    train_step(small, [pack_of([64], 64, DEEP.vocabulary_size)], 1)
-    before = _memory()
-    engine = engine_of(world, WIDE, config)
-    for _ in range(2):
-        train_step(engine, [pack], 1)
-        for parameter in engine.parameters.values():
-            parameter.grad = None
-    own, resident = (after - least for after, least in zip(_memory(), before, strict=True))
-    assert isinstance(engine.modules[0], nn.Module)
-    return own, resident
-
-
-def _memory() -> tuple[float, float]:
-    """MiB of this process that no file backs, and all of its resident MiB; freed memory is given back first."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    text = Path("/proc/self/smaps_rollup").read_text()
-    anonymous, resident = (
-        re.search(rf"^{name}: +(\d+)", text, re.MULTILINE) for name in ("Anonymous", "Rss")
-    )
-    assert anonymous
-    assert resident
-    return int(anonymous[1]) / 1024, int(resident[1]) / 1024
