@@ -117,6 +117,15 @@ def test_other_losses_equal_their_formulas(shape, model, pairs, name):
     batch = PreferenceCollator.of(PLAN)(pairs)
     expected = expected_loss(name, policy, reference, counts, 0.3, 0.7)
     assert made(batch).item() == pytest.approx(expected, rel=1e-9)
+    found = made.loss.means(made.take_tally())
+    if name in ("simpo", "orpo"):  # without a reference, rewards are of log-probabilities per token
+        values = [
+            (chosen / m, rejected / n) for (chosen, rejected), (m, n) in zip(policy, counts, strict=True)
+        ]
+    else:
+        values = (np.array(policy) - np.array(reference)).tolist()
+    assert found["reward_chosen"] == pytest.approx(0.3 * np.mean([chosen for chosen, _ in values]))
+    assert found["reward_rejected"] == pytest.approx(0.3 * np.mean([rejected for _, rejected in values]))
     made.options["sft"] = 0.5
     extra = -0.5 * sum(chosen / m for (chosen, _), (m, _) in zip(policy, counts, strict=True))
     assert made(batch).item() == pytest.approx(expected + extra, rel=1e-9)
@@ -145,15 +154,18 @@ def test_kto_equals_its_formula_and_weighs_items(shape, model, pairs):
         ]
     )
     assert batch.denominator == 4.0
+    right = []
     for kl in (0.0, 1.7, -3.0):
         made.last["kl"] = kl
         expected = 0.0
         for (ratio, _), (weight, label) in zip(ratios, labels, strict=True):
             gain = 0.3 * (ratio - max(kl, 0.0)) * (1 if label else -1)
             expected += (1.5 if label else 0.5) * weight / (1 + math.exp(gain))
+            right.append(gain > 0)
         assert made(batch).item() == pytest.approx(expected, rel=1e-9)
     found = made.loss.means(made.take_tally())
     assert found["kl"] == pytest.approx(np.mean([other for _, other in ratios]))
+    assert found["reward_accuracy"] == pytest.approx(np.mean(right))
     assert found["reward_rejected"] == pytest.approx(0.3 * (ratios[1][0] + ratios[3][0]) / 2)
     assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
 

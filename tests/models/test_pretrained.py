@@ -263,16 +263,6 @@ def test_scaled_frequencies_differ_only_where_they_turn_slowly():
     assert ((between > 1 / 8) & (between < 1)).all()
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_mistral_has_the_same_window(transformers, folder, same_logits, window):
-    model = Decoder(ModelShape(2, 4, 2, 32, 48, vocabulary_size=50, context=64, tied=False, window=window))
-    where = folder(model)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager")
-    assert type(theirs).__name__ == "MistralForCausalLM"
-    same_logits(theirs, model)
-    assert load_weights(where)[0] == shape_there(model.shape)
-
-
 def test_names_and_files_of_families_that_are_others(transformers):
     """Phi-3.5's settings as in its files, and Llama under other names."""
     long = {"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [1.5, 4.0]}

@@ -23,6 +23,7 @@ from multipack.data.views.documents import IGNORE
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import weighted
 from multipack.ops.attention.kernel import Limits
+from multipack.ops.attention.runs import repeat_heads
 from multipack.ops.autocast import autocast_dtype
 from multipack.shapes import ModelShape
 
@@ -148,10 +149,10 @@ class KeyValueCache:
         if not self._visible:
             return attention(query, key, value, batch, backend, window, **scores)
         first, last, mask = self._visible[window or 0]
-        # The H / K query heads of a key head become its queries, so keys are not copied.
-        queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (x[: len(query), :, first:last] for x in (keys, values))
         if (limits := Limits(**scores)).explicit:
-            out = weighted(queries, keys, values, mask, limits)[0]
-            return out.to(query.dtype).flatten(1, 2)
+            keys, values = (repeat_heads(x, query) for x in (keys, values))
+            return weighted(query[:, :, None], keys, values, mask, limits)[0].squeeze(2).to(query.dtype)
+        # The H / K query heads of a key head become its queries, so keys are not copied.
+        queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)
