@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_shard import plain
 
 from multipack.atomic import locked
 from multipack.data.stores import prepare as module
@@ -27,6 +26,7 @@ from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import SourceDocument, TextPart
 from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.views.corpus import load_corpus
+from plain_shard import plain
 
 FORK = multiprocessing.get_context("fork")
 BYTE, CHAR, BPE = TokenizerConfig("byte"), TokenizerConfig("char"), TokenizerConfig("bpe", "", 300)
