@@ -63,6 +63,8 @@ SMALL_ATTENTION = (
 )
 BENCHES = (
     Part("attention", 180, ATTENTION, SMALL_ATTENTION),
+    module_part("bounds", 90, "bounds"),
+    module_part("loss", 90, "loss"),
     *(
         module_part(f"llama-{way}", 200, "llama", "--way", way)
         for way in ("eager", "compiled", "fixed", "automatic")

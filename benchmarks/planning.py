@@ -18,7 +18,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: CPU seconds of one thread
 
-from planning_tables import compiling, epochs, large, openchat, packing
+from planning_tables import compiling, epochs, former, large, openchat, packing
 from planning_tables.command import Suite
 
 NOTE = (
@@ -37,6 +37,7 @@ SUITE = Suite(
         "real": epochs.real,
         "heavy": epochs.heavy,
         "compilation": compiling.table,
+        "former": former.table,
     },
     measured_on=lambda machine: (
         f"Measured on {machine['cpu']}, Python {machine['python']}, numpy {machine['numpy']}, one thread. {NOTE}"
