@@ -53,8 +53,8 @@ class SourceDocument(NamedTuple):
 
     name: str  # origin, for messages: `functools.py:reduce`, `train.jsonl:17`
     parts: tuple[TextPart, ...]  # its text in pieces, in order
-    # whether an end token is added. None follows a stretch of a file that continues in the next document, and none a
-    # chat, whose template marks the end.
+    # whether an end token is added: not after a stretch of a file that continues in the next document, nor
+    # after a chat, whose template marks the end
     takes_end: bool = True
     weight: float = 1.0  # weight in the loss; of a labeled answer negative if it is undesirable
 
