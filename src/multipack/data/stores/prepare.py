@@ -169,7 +169,7 @@ def _check_options(
 
 
 def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
-    """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
+    """Hash of versions, source (names, sizes and modification times of its files), settings and tokenizer."""
     versions = f"{VERSION} tokenizers {tokenizers.__version__}"
     recipe = f"{versions} {source.identity} dedup {data.dedup} {tokenizer.hash}"
     return hashlib.sha256(recipe.encode()).hexdigest()[:32]

@@ -67,7 +67,7 @@ class Corpus:
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
-        """Up to three beginnings of documents, of validation if there is any: short prompts, or a few tokens."""
+        """At most three beginnings of documents, if possible for validation: prompts, or a few tokens."""
         documents, tokenizer = self.validation if len(self.validation) else self.train, self.tokenizer
         few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
         for index in range(min(len(documents), 256)):
