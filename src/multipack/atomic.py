@@ -27,7 +27,7 @@ from multipack.untrusted import one_line
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
 MOST_BYTES = 1 << 26
-"""Size of the largest JSON file that is read."""
+"""Bytes of the largest file that `read_file` reads by default."""
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room, and give the same command again"),
     errno.EROFS: "; choose a folder that can be written",
@@ -227,7 +227,7 @@ def _users_cache() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents with mode 0700. Existing ones keep their mode, but not the user's cache.
+    """Create a folder and its missing parents with mode 0700. Existing ones keep it, except the user's cache.
 
     Raises:
         OSError: it cannot be created.

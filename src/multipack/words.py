@@ -1,7 +1,7 @@
 """Build any dataclass of dataclasses from `key=value` words, presets and YAML. This module defines no setting.
 
     data=jsonl  data.path=train.jsonl  config=FILE.yaml  out=runs/a
-    └ preset ┘  └ field of a group ┘   └ values below ┘  └ field ┘
+    └ preset ┘  └ field of a group ┘   └ YAML values ─┘  └ field ┘
 
 Precedence, highest first: words, presets, `config=FILE`, `base`, defaults. In a file, `group: NAME` is a preset. An
 unknown key, a wrong type or an illegal value raises a ConfigError that names the field and the nearest legal choice.

@@ -128,7 +128,7 @@ def _ceiling(
 
 
 def _groups(made: Plan, tokens: int) -> Iterator[Integers]:
-    """Numbers of neighboring documents of the plan with this many tokens together, at evenly spaced places."""
+    """Item numbers of neighbors in the plan with this many slots together, at evenly spaced places."""
     ends = np.cumsum(made.slots[made.order])
     free = int(ends[-1]) - tokens
     if free < 0:

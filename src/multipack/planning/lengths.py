@@ -71,7 +71,7 @@ class Packs:
 
 def packs_from(pack_of: Integers, packs: int) -> Packs:
     """`Packs` from the pack number of each document; the documents of a pack keep their order."""
-    keys = pack_of.astype(np.uint16) if packs <= 1 << 16 else pack_of  # which numpy sorts by radix
+    keys = pack_of.astype(np.uint16) if packs <= 1 << 16 else pack_of  # numpy sorts 16 bits by radix
     return Packs(np.argsort(keys, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
 
 

@@ -11,7 +11,8 @@ from multipack.shapes.families import LLAMA
 MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
 """FLOPs per matrix element and token, forward and backward; 2 of them are the gradient of the matrix."""
 FLOPS_PER_BYTE = 1333.0
-"""FLOPs of a device while it sends a byte to a rank of its host: 400 TFLOP/s and 300 GB/s, as `advise` assumes."""
+"""FLOPs of a device while it sends a byte to a rank of its host, by the rates that `multipack advise`
+assumes: 400 TFLOP/s and 300 GB/s."""
 
 _FOREIGN = {ours: theirs for theirs, (ours,) in LLAMA.inner.items()}
 """Name of a matrix in a block → its name in most models of transformers."""

@@ -45,11 +45,8 @@ sends 25,300 tokens; 1.041 and 23,600 at 1/50; 1.031 and 26,100, in 1.6 times th
 """
 PERCENTS = (130, 120, 110, 105, 102, 100, 75, 66, 50, 40, 33, 25)
 """Budgets that are tried in addition, in percent of a rank's mean load; with three of them 2 % more is sent."""
-_HALF, _ATTEMPTS, _FAILURES = (
-    4,
-    4,
-    16,
-)  # of exchanges between ranks: see `balancing.even_out`; smaller ones lose 2e-4
+# Of exchanges between ranks: see `balancing.Exchanges`; attempts for each rank. Smaller ones lose 2e-4.
+_HALF, _ATTEMPTS, _FAILURES = 4, 4, 16
 
 
 @dataclass(frozen=True)
@@ -279,7 +276,7 @@ class Placing:
 
 
 def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:
-    """The placement of ring attention: a pack cut into 2 · ranks chunks, of which rank r holds chunks r and 2n − 1 − r.
+    """The placement of ring attention: of a pack's 2 · ranks chunks rank r holds r and 2 · ranks − 1 − r.
 
     It balances a document that fills the pack, and other packs by chance.
     """

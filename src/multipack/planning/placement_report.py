@@ -21,7 +21,7 @@ from multipack.shapes import ModelShape
 
 @dataclass(frozen=True)
 class ContextMeasure:
-    """One method over packs. Costs are costs of the slowest rank over the mean of all ranks.
+    """One method over packs. Costs are the slowest rank's over the mean of all ranks.
 
     Attributes:
         method: ring, ulysses, planned or auto.
@@ -30,7 +30,7 @@ class ContextMeasure:
         time: cost of all operations plus the price of what is sent, over the mean cost; mean of the packs.
         sent, received: tokens whose keys and values the busiest rank (by 2 · sent + received) exchanges; means.
         exchanged: share of the packs that ranks exchange by Ulysses.
-        payload: bytes that this rank sends for a pack, over all layers, forward and backward; mean.
+        payload: bytes that the busiest rank sends for a pack, over all layers, forward and backward; mean.
     """
 
     method: str

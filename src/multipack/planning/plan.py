@@ -86,8 +86,8 @@ class SingleDocuments(ItemSource):
 class Plan:
     """The steps of one epoch. Made by `plan`.
 
-    An item is what the plan places: a document, unless it was made of `SharedItems`. Packs are of items; `of_documents`
-    makes packs of documents from them.
+    An item is what the plan places: a document or, if `items` is a `SharedItems`, several. Packs hold items;
+    `of_documents` makes packs of documents from them.
 
     Attributes:
         items: the items of the epoch, and all documents.
@@ -299,7 +299,7 @@ class Plan:
 
     @cached_property
     def _turns(self) -> Integers:
-        """(steps,) position of each step by its longest document, descending: successive turns have similar steps."""
+        """(steps,) place of each step by its longest item, falling: steps of successive turns are similar."""
         starts = self.pack_offsets[self.step_offsets[:-1]]
         return np.argsort(np.argsort(-np.maximum.reduceat(self.slots[self.order], starts), kind="stable"))
 
@@ -340,15 +340,15 @@ def plan(
     Args:
         lengths: (documents,) tokens of each document; or the items of the epoch, which then have targets, weights and
             carried documents themselves, and are in order.
-        options: every option at once, instead of or below the keywords.
+        options: every option at once; keywords override it.
         targets: (documents,) target tokens of each document; None = length − 1. Changes no step.
         weights: (documents,) weight of each document in the loss, at least 0; None = 1. Changes no step.
         cost: the cost of documents: a fitted model, a shape, or None for Llama 3 8B.
         seed: of the order; any integer.
         epoch: from 0; with the seed it determines the order.
         steps: make exactly this many steps. With `tail="keep"`, windows become wider where documents do not fit
-            otherwise; the others leave what does not fit.
-        carried: document numbers that the epoch before left over; they come first. Numbers may repeat.
+            otherwise; other tails leave over what does not fit.
+        carried: numbers of the documents that the epoch before left over, which come first; they may repeat.
         loss_weighting: the loss of a step is a mean over its targets (`token`), or over its documents' mean
             losses (`document`); a piece of a split document counts as a document. See `Plan.denominator`.
         **named: options by name, see `PlanOptions`: capacity= and packs_per_step= are required without `options`.
@@ -365,7 +365,7 @@ def plan(
     cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
     if isinstance(lengths, Items):
         items = lengths
-        check_lengths(items.slots, chosen.capacity)  # the options may differ from the ones of its making
+        check_lengths(items.slots, chosen.capacity)  # the items may have been made with other options
     else:
         items = SingleDocuments(lengths, chosen, targets, weights).items(seed, epoch, carried)
     balanced = cost_model.balanced(chosen.balance, items.slots)

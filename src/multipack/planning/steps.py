@@ -39,16 +39,18 @@ With 24 or 400, OpenChat, Natural Instructions and SQuAD take as many steps.
 """
 
 # Measured: OpenChat in packs of 16,384 for 8 ranks, and 8,000 lengths of lognormal (6.5, 1.5) in packs of this size.
-# Windows filled beyond 63/64 consider the documents after them. From 15/16 on, lognormal lengths wait 7 steps, not 3.
+# Windows filled beyond 63/64 consider documents after them; at 15/16 lognormal lengths wait 7 steps, not 3.
 _TIGHT = 64
 # Full packs keep 1/4096 of their slots free on average, so that ranks can be balanced: OpenChat in packs of 32,768 with
-# balance=joint, tail=drop and window=1 has an L² lag of 85, without free slots of 1,419; at 1/512 it drops 18 % more.
+# balance=joint, tail=drop and window=1 has an L² lag (see deal.py) of 85, without free slots 1,419; at 1/512
+# it drops 18 % more.
 _SPARE = 4096
-_TOLERANCE = 500  # first fit, which moves documents further, is tried if more than 1/500 is not placed
+_TOLERANCE = 500  # first fit, which moves documents further, is tried if over 1/500 of slots is not placed
 _MOST_BALANCED = 1024  # windows with more packs are not balanced: steps average over enough packs
 # Balancing ends within 1/1024 of the mean cost: OpenChat loses 2.7e-4 of its cost utilization; at 1/128 3.4e-4.
 _SIMILAR = 1024
-_HALF, _ATTEMPTS, _FAILURES = 5, 4, 6  # see `balancing.even_out`; for each pack; smaller ones lose 2e-5
+# See `balancing.Exchanges`; attempts for each pack. Smaller ones lose 2e-5.
+_HALF, _ATTEMPTS, _FAILURES = 5, 4, 6
 _TRIES = 4  # numbers of steps that an epoch is spread over: SQuAD takes 1,167 steps with window=64, spread once 1,211
 _GROUPED = 8192  # packs within 1/8192 of the mean cost may be in any step; at 1/256 OpenChat loses 3.4e-4
 
@@ -218,9 +220,8 @@ class _Window:
         stop = self._stop(ends[taken + 1] - ends[taken], aim, most, tight)
         reach = stop
         if tight and len(later) == 0:
-            ahead = (
-                aim * (3 if self.width == 1 else 2) // 4
-            )  # a window of one step may defer a document twice
+            # A window of one step may defer a document twice.
+            ahead = aim * (3 if self.width == 1 else 2) // 4
             near = int(np.searchsorted(ends, ends[stop] + ahead, side="right")) - 1
             reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
         positions = np.concatenate([taken, np.arange(start, reach, dtype=np.int64)])

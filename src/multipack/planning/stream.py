@@ -148,13 +148,13 @@ class PackStream:
         align: multiple that each document is padded to; the collator must use the same.
         most_documents: maximum number of documents of a pack.
         longest: maximum number of slots of a document.
-        min_prefix: None: documents share no beginnings.
+        min_prefix: always None: documents share no beginnings.
         longest_wait: maximum number of steps so far from the window that first deferred a document to its step.
 
     Raises:
         TypeError: an option is unknown.
         ValueError: an option is invalid for a stream; while iterating, a document is empty or too long (the message
-            gives its position). Errors of the source are passed on, and the stream stays after the last step.
+            gives its position). Errors of the source are passed on; the position stays after the last step.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ class PackedBatch(Movable):
 
 
 def without_tokens(bounds: Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
-    """A pack of documents for attention and masks alone: `input_ids`, `targets` and `position_ids` have no elements.
+    """A pack for attention and masks alone: `input_ids`, `targets` and `position_ids` are on the meta device.
 
     Args:
         bounds: (documents + 1,) rising slots at which documents start, and the number of slots.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the settings that a plan decides from it.
+    """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the plan's settings.
 
     Args:
         max_documents: the plan's largest number of documents in a pack; more are an error.
@@ -57,8 +57,8 @@ class PackedCollator:
     that every rank runs the same collectives.
 
     Raises:
-        ValueError: an alignment below 1, a `pad_to` that is not a multiple of it, an unknown weighting, or an alignment
-            with shared beginnings.
+        ValueError: `align` or `multiple` below 1, a `pad_to` that is not a multiple of both, an unknown
+            weighting, or an alignment with shared beginnings.
     """
 
     max_documents: int
@@ -151,7 +151,14 @@ class PackedCollator:
     def _weights(
         self, own: NDArray[np.float64], counts: Integers, owner: Integers, targets: Integers
     ) -> Tensor | None:
-        """Weights of targets: from weights `own` and numbers of targets of documents, and each target's document."""
+        """Weights of `targets`, of the same shape; None = all are 1.
+
+        Args:
+            own: (documents,) weights.
+            counts: (documents,) numbers of targets.
+            owner: document of each entry of `targets`; padding has the number after the last document.
+            targets: see `PackedBatch`.
+        """
         if not self.weighted and self.loss_weighting != "document":
             return None
         each = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
@@ -166,7 +173,7 @@ class PackedCollator:
         return tree if tree.shares else None
 
     def _pad(self, sizes: list[int], longest: int) -> None:
-        """Add the size of padding, if there is any, to the slots of the pieces of a pack, which are checked.
+        """Check `sizes`, the slots of a pack's pieces, and append the slots of its padding, if there is any.
 
         `longest` is the number of tokens of the longest document.
         """

@@ -102,8 +102,8 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
     iterator starts; iterators after that one start at the beginning of the epoch.
 
-    With `SharedPrefixes`, packs are made of its items, new ones in every epoch with `all`. An epoch whose documents do
-    not fit then has items of wider windows, too.
+    With `SharedPrefixes`, packs are made of its items; with `data.share_prefixes=all` each epoch has new
+    ones, and an epoch whose documents do not fit has items of wider windows, too.
 
     Args:
         lengths: (documents,) tokens of each document; or `SharedPrefixes`, which has targets and weights itself.
@@ -313,10 +313,10 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self._plan, self._dealt = None, {}
 
     def _steps_of_any_order(self, first: Plan) -> int:
-        """Number of steps that suffices in every epoch: the first epoch's, unless they suffice in its order only.
+        """Number of steps that suffices in every epoch: the first epoch's, unless only its order fits.
 
-        Planned together, the steps hold equally many packs in every order. If the first epoch's are too few for that,
-        steps for the packs of first fit, the planner's fallback, suffice.
+        In one window of all steps, documents need equally many packs in every order. If the first epoch's
+        steps are too few for these, steps for the packs of first fit, the planner's fallback, suffice.
         """
         steps, limit = first.num_steps, first.options.max_documents or None
         packs = len(pack(first.slots, first.capacity, "first_fit_decreasing", limit))

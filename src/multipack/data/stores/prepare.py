@@ -37,7 +37,7 @@ VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
-_DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14
+_DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14  # bytes of a digest; digests that `_Digests` moves at once
 EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
@@ -169,7 +169,7 @@ def _check_options(
 
 
 def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
-    """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
+    """Hash of versions, source (names, sizes and modification times of its files), settings and tokenizer."""
     versions = f"{VERSION} tokenizers {tokenizers.__version__}"
     recipe = f"{versions} {source.identity} dedup {data.dedup} {tokenizer.hash}"
     return hashlib.sha256(recipe.encode()).hexdigest()[:32]
@@ -299,9 +299,8 @@ class _Digests:
         end, last = len(self._sorted), len(more)
         places = self._sorted.searchsorted(more)
         self._sorted.resize(end + last, refcheck=False)
-        for begin in range(
-            end // _DIGEST_BLOCK * _DIGEST_BLOCK, -1, -_DIGEST_BLOCK
-        ):  # the last block moves first
+        # The last block moves first.
+        for begin in range(end // _DIGEST_BLOCK * _DIGEST_BLOCK, -1, -_DIGEST_BLOCK):
             first = int(places.searchsorted(begin))
             moved = np.insert(self._sorted[begin:end], places[first:last] - begin, more[first:last])
             self._sorted[begin + first : end + last] = moved

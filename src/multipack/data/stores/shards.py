@@ -62,12 +62,12 @@ class Shard:
         names: (bytes,) uint8.
         weights: (documents,) float64 weights in the loss, of a labeled answer negative if it is undesirable; empty if
             all are 1.
-        content: result of `hash`, of a file when it was written.
+        content: result of `hash` when the shard was built.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
         noted: in the last shard of a part, about the records of the part; None: another shard follows.
         file: the file; None = in memory.
         bytes: size of the file.
-        label: begins the names of the documents.
+        label: prefix of the names of the documents.
     """
 
     offsets: Integers
@@ -117,7 +117,7 @@ class Shard:
         return replace(self, **arrays, file=None)
 
     def hash(self) -> int:
-        """Hash of tokens, targets and names of the documents; see `chain`."""
+        """Hash of tokens, targets, names and weights of the documents; see `chain`."""
         return chain((digest, 1) for digest in self._digests())
 
     def _digests(self) -> Iterator[int]:
@@ -146,7 +146,7 @@ class Shard:
         write_atomically(path, save(arrays, {FORMAT: json.dumps(about)}))
 
     def check(self) -> None:
-        """`ValueError` if the offsets do not match the arrays."""
+        """`ValueError` if offsets or weights do not match the arrays, or a weight is not finite."""
         if len(self.weights) not in (0, len(self)) or not np.isfinite(self.weights).all():
             raise ValueError("weights do not match the documents, or are not finite")
         for name, ends, values, min_length in (
@@ -185,7 +185,7 @@ def damaged(place: object, reason: str) -> ValueError:
 
 
 def open_shard(path: Path, label: str = "") -> Shard:
-    """Map a shard; its hash is not compared. `label` begins the names of its documents.
+    """Map a shard; its hash is not compared. `label` is a prefix of the names of its documents.
 
     Raises:
         ValueError: the file is not a shard, truncated or damaged.
@@ -255,7 +255,7 @@ class StoreHeader:
     overlong: str = "error"  # policy for documents longer than a pack if `data.overlong` is auto
     # whether documents 2i and 2i + 1 are one item; see `kind`
     pairs: bool = False
-    labels: bool = False
+    labels: bool = False  # whether the items are labeled answers; needs `pairs`
     parts: int = 1  # number of parts that are prepared separately
     # one line about the source; `{documents}` in it is replaced by the number of documents
     description: str = ""

@@ -37,7 +37,7 @@ from multipack.data.text.skipped import Noted
 from multipack.data.text.tokenizer import Progress, Tokenizer, silent
 from multipack.planning.lengths import Integers
 
-_COMPUTED = ("lengths", "weights", "labels", "tokenizer")
+_COMPUTED = ("lengths", "weights", "labels", "tokenizer")  # cached properties
 
 
 class TokenStore:
@@ -50,18 +50,18 @@ class TokenStore:
         folder: folder to read, if it is a copy elsewhere (see staging.py); None = `path`.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
-        shards: shards to use instead of the folder's; None = open them.
+        shards: shards to use instead of the folder's, complete or not; None = open them.
 
     Attributes:
         path, folder, header, shards: as given, or read.
-        first: (shards + 1,) number of the first document of each shard.
+        first: (shards + 1,) number of the first document of each shard, and `num_documents`.
         num_documents: number of documents.
         num_tokens: number of tokens.
         vocabulary_size: every token is less than this.
         kind: what an item is, see `ItemKind`.
         item_size: number of documents of an item.
         num_items: number of items.
-        checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
+        checksum: identifies tokens, targets, names, weights, kind and tokenizer, however divided into shards.
         is_complete: whether the last shard of each part is there.
         noted: about the records of the source.
         warnings: sentences on records that are not trained as they look.

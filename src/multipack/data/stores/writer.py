@@ -153,7 +153,7 @@ class ShardBuilder:
         _append(self._tokens, tokens)
 
     def build(self) -> Shard:
-        """The documents as a shard, see there. Nothing can be added afterwards."""
+        """The documents as a `Shard`. Nothing can be added afterwards."""
         weights = np.asarray(self._weights, dtype="<f8")
         shard = Shard(
             offsets=np.asarray(self._offsets, dtype="<i8"),
@@ -192,8 +192,8 @@ class StoreWriter:
             writer.add("a.txt", [(tokenizer.encode(text), True)])
 
     Shards appear while the block runs, the last one when it ends without an exception. A writer with the same header
-    continues after the shards that an interrupted one left (`read` says after which documents); a ValueError
-    in the block removes the shards, since the same input would fail again.
+    continues after the shards that an interrupted one left (`read` says after how many documents); a
+    ValueError in the block removes an unfinished store of one part, since the same input would fail again.
 
     Args:
         path: folder of the store.

@@ -357,7 +357,7 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
         saved = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
         if saved.is_file():
             return ChatTemplate.from_json(read_text(saved), data.template_date)
-    # Tokenizers that multipack trains have the end token of the one of bytes, and no template.
+    # Tokenizers that multipack trains have the byte tokenizer's end token, and no template.
     own = byte_tokenizer() if tokenizer.is_trained else load_tokenizer(tokenizer)
     if name == "plain" or not (name or own.chat_template):
         return built_in_template(name or "chatml", own.eos_token)

@@ -42,8 +42,8 @@ FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("alpaca", ALPACA_FIELDS),
     ("alpaca", ("instruction", "output")),
 )
-"""Form of a record that has all of these fields; the first match counts, where a label is true or false. A preference
-may have a context too."""
+"""Form of a record that has all of these fields; the first match counts, and `label` must be true or false. A
+preference may have a context too."""
 CONTEXTS = ("prompt", "messages", "conversations")
 """Fields that may hold the context of a preference."""
 WITHOUT_ANSWER = {

@@ -18,7 +18,8 @@ class Noted:
 
     Attributes:
         skipped: reason → number of entries that were left out for it.
-        notes: note on records that are not trained as they look → their number, and the name of the first.
+        notes: note on records that are not trained as they look, such as chats whose template leaves out tool
+            calls → their number, and the name of the first.
         places: reason → names of the first entries that were left out for it, such as `train.jsonl:17`.
     """
 

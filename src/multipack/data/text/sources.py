@@ -63,7 +63,7 @@ class Source:
     Attributes:
         config: as given.
         files: files to read, sorted by name; empty for a Hugging Face data set.
-        dataset: the rows of `data.source=huggingface`; None for other sources. Of a stream see `chunk`.
+        dataset: rows of `data.source=huggingface`, none of a stream (see `chunk`); None for other sources.
         reader: makes documents of records.
         name: name of the source, for messages.
         unit: unit of `done` and `total`: bytes of files, or rows.

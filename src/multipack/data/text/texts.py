@@ -53,8 +53,8 @@ class SourceDocument(NamedTuple):
 
     name: str  # origin, for messages: `functools.py:reduce`, `train.jsonl:17`
     parts: tuple[TextPart, ...]  # its text in pieces, in order
-    # whether an end token is added. None follows a stretch of a file that continues in the next document, and none a
-    # chat, whose template marks the end.
+    # whether an end token is added: not after a stretch of a file that continues in the next document, nor
+    # after a chat, whose template marks the end
     takes_end: bool = True
     weight: float = 1.0  # weight in the loss; of a labeled answer negative if it is undesirable
 
@@ -100,9 +100,8 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
             )
         return root, names, len(found) - len(names)
     if not glob.has_magic(path):
-        where = (
-            "" if root.is_absolute() else f" in {Path.cwd()}"
-        )  # a run may be evaluated from another folder
+        # A run may be evaluated from another folder.
+        where = "" if root.is_absolute() else f" in {Path.cwd()}"
         reason = "it is a pipe or a device" if root.exists() else f"there is no such file or folder{where}"
         raise ValueError(f"data.path={path}: {reason}")
     fixed = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))

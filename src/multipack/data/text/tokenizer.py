@@ -272,7 +272,11 @@ def build_tokenizer(
     """The tokenizer of `config`, trained on the `Source` if its kind needs a corpus.
 
     A trained tokenizer is kept in `cache/tokenizers`, under a hash of corpus and settings. One process trains it while
-    others that need the same one wait. Raises as `load_tokenizer`, and if the corpus has no text.
+    others that need the same one wait.
+
+    Raises:
+        ImportError, ValueError: see `load_tokenizer`; a vocabulary too small for its special tokens; a corpus
+            without text, if the kind is `char`.
     """
 
     def texts() -> Iterator[str]:

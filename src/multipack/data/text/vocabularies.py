@@ -25,7 +25,7 @@ from multipack.untrusted import foreign_errors, from_folder
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 28  # of a file
 TEKKEN = "tekken_240911.json"
 """File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
@@ -153,7 +153,7 @@ def byte_alphabet() -> list[str]:
 
 
 def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    """A tokenizer of bytes, divided before it as GPT-2 divides text."""
+    """A byte-level tokenizer with this model; text is divided first, as GPT-2 divides it."""
     library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -76,7 +76,7 @@ class Arriving(ABC):
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has preference pairs; see also `Documents.hold_out` and `Documents.fit`.
+        ValueError: there is no document, or an item is two; see also `Documents.hold_out`, `Documents.fit`.
     """
 
     start: Position
@@ -289,7 +289,7 @@ class GrowingFolder(Arriving):
         return self._store.warnings if self._store is not None else []
 
     def _taken(self, begin: Position, number: int) -> str:
-        """A digest of the content of all shards up to this one."""
+        """Digest of the shards before this one, and of this one if items of it were taken."""
         count = check_integer(f"the shard of the saved position in {self.name}", begin["shard"], 0) + (
             number > 0
         )

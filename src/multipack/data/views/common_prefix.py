@@ -123,8 +123,9 @@ def common_prefixes(tokens: Tokens, starts: Integers, lengths: Integers, order: 
 def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     """Divide sorted documents into trees of at most `limit` slots, repeating as few tokens as possible.
 
-    A cut before a document repeats what it shares with the one before. Of all divisions into neighbors this one repeats
-    the fewest tokens, found by a dynamic program over the last cut; where a cut repeats nothing there is one.
+    A cut before a document repeats the tokens that it shares with the one before. Of all divisions into runs
+    of neighbors this one repeats the fewest, found by a dynamic program over the last cut. Where a cut
+    repeats no token, there is one.
 
     Args:
         lengths: (documents,) tokens, in the order of `sort_by_tokens`, none above the limit.
@@ -136,9 +137,8 @@ def cut(lengths: Integers, shared: Integers, limit: int) -> NDArray[np.bool_]:
     """
     # A queue holds the beginnings from which a tree may reach the current document, with rising repeated tokens.
     count = len(lengths)
-    repeated = np.zeros(
-        count + 1, dtype=np.int64
-    )  # least repeated tokens of a tree that begins here, and before it
+    # Least repeated tokens of a tree that begins here, and of the trees before it.
+    repeated = np.zeros(count + 1, dtype=np.int64)
     ends = np.zeros(count + 1, dtype=np.int64)
     chosen, queue = np.zeros(count + 1, dtype=np.int64), np.empty(count + 1, dtype=np.int64)
     head, tail, least = 0, 0, 0

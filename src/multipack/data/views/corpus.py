@@ -39,7 +39,7 @@ class Corpus:
     train: Documents  # documents to train on, none longer than the limit
     validation: Documents  # documents to validate on; empty if `data.validation` is 0
     description: str  # one line for people
-    # report on documents that were too long
+    # reports on documents that were too long
     train_fit: FitReport
     validation_fit: FitReport
     # a line for each reason for which the source left out entries, with their number and the first names
@@ -67,7 +67,7 @@ class Corpus:
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
-        """Three beginnings of documents, from validation if there is any: short prompts, or a few tokens."""
+        """At most three beginnings of documents, if possible for validation: prompts, or a few tokens."""
         documents, tokenizer = self.validation if len(self.validation) else self.train, self.tokenizer
         few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
         for index in range(min(len(documents), 256)):
@@ -117,7 +117,8 @@ def load_corpus(
         corpus = _load_stored(data, tokenizer, limit, progress, reads)
     if not data.validation_sets:
         return corpus
-    trained, path = corpus.validation.store, corpus.store_path  # a stream's tokenizer is not trained
+    trained, path = corpus.validation.store, corpus.store_path
+    # Streamed records have no store with a tokenizer; theirs is not trained, so that it can be loaded again.
     own = tokenizer if data.stream and data.source != "store" else TokenizerConfig("file", str(path))
     try:
         held = load_sets(validation_sets(data), own, limit=limit, progress=progress, reads=reads)
@@ -203,7 +204,7 @@ _OF_STORES = (
 
 
 def _store_config(data: DataConfig, path: str) -> DataConfig:
-    """A token store, read with the settings of other documents."""
+    """The settings of the token store at `path`: `data`'s where they apply to stores, else defaults."""
     kept: dict[str, Any] = {name: getattr(data, name) for name in _OF_STORES}
     return DataConfig(source="store", path=path, validation=0.0, **kept)
 

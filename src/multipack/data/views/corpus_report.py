@@ -42,7 +42,7 @@ class CorpusReport:
 
     Attributes:
         description: one line about the source.
-        documents: number of documents, or preference pairs (`pairs`).
+        documents: number of items: documents, or two documents each (`pairs`).
         tokens: number of tokens.
         targets: tokens that are targets, and their share; the first token of a document is never one.
         mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
@@ -50,7 +50,7 @@ class CorpusReport:
         warnings: sentences on records that are not trained as they look.
         histogram: documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest.
         excess: longer documents, for common capacities below the longest one.
-        pairs: whether the documents are preference pairs.
+        pairs: whether items are preference pairs or labeled answers.
         is_stream: whether the store is one stream of text, which training cuts into blocks.
         shards: number of shards.
         is_complete: False: the store still grows.

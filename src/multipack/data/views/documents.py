@@ -199,7 +199,7 @@ class Documents:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of the tokens of these documents, and of which are targets."""
+        """Sha256 that identifies the tokens of these documents, and which of them are targets."""
         digest = hashlib.sha256(f"{self.store.checksum} {self.train_on_prompt}".encode())
         digest.update(np.ascontiguousarray(self.pieces).data)
         return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Lengths of documents for the planner, from a file of numbers or a token store. Imports no torch, no safetensors."""
+"""Lengths of documents for the planner: from a file, without torch and safetensors, or from a token store."""
 
 from __future__ import annotations
 
