@@ -36,7 +36,7 @@ class Trainer:
     Attributes:
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
-        val_losses: validation loss of each source of a mixture, by the name of its metric.
+        val_losses: validation loss of each source of a mixture, by the name of its metric, such as val_loss/NAME.
         val_metrics: the objective's metrics of that evaluation.
         started: step and time of the loop's beginning, to estimate the time left.
         stop: records the signal that asks to stop.
