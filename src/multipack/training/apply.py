@@ -87,8 +87,8 @@ def sum_over_ranks(
 
     Returns:
         (3 + data-parallel ranks + packs,) float64: the step's summed loss, its slots, the sum of signals, the
-        `seconds` of each data-parallel rank, and for each pack of `data.packs` whether its loss is not finite;
-        losses that are not finite are left out of the sum.
+        `seconds` of each data-parallel rank, and for each pack of `data.packs` whether its loss is not
+        finite. Losses that are not finite are left out of the sum.
     """
     losses = result.values.double()
     finite = losses.isfinite()
@@ -292,7 +292,7 @@ class StepApplier:
     ) -> None:
         """Record a step.
 
-        `marks` are the device clock's, after its backward passes and at its end; `sums` are those of `_checked`.
+        `marks` are the device clock's, after its backward passes and at its end; `sums` are `_checked`'s.
         """
         self.running = [self.running[0] + sums[0], self.running[1] + data.denominator]
         self.loss = metrics["loss"]

@@ -4,8 +4,8 @@
              ─▶ Start: shape and first weights ─▶ OpenModel: resolved settings, objective, engine
              ─▶ Feeds: packs of steps and evaluations ─▶ callbacks, files ─▶ Parts
 
-A phase returns an object; its `notes` are for the header of the run. Settings are resolved once, by `open_model`, and
-the phases after it read its `config`.
+A phase returns an object; its `notes` are for the header of the run. Settings are resolved once, by
+`open_model`, and the phases after it read its `config`.
 """
 
 from __future__ import annotations
@@ -406,8 +406,8 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
-        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly;
-        # beside plan.budget, the mean of packs, it would be mostly padding.
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide
+        # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
         divides = config.plan.longest % parallel.token_multiple == 0
         fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
         fixed = fixed and not parallel.context_slack
@@ -467,7 +467,7 @@ def resolve(
 class Feeds:
     """The packs of a run on this rank, of training steps and of evaluations.
 
-    The engine's model must still have its initial weights, from which the objective may compute reference values.
+    The engine's model must still have its initial weights: the objective may compute reference values.
     `resumed` is the run directory, if the run continues from a checkpoint; `clock` returns seconds.
 
     Attributes:
@@ -528,7 +528,7 @@ class Feeds:
 def build_callbacks(
     config: Config, world: World, run: RunDirectory, report: Callable[[str], None]
 ) -> list[Callback]:
-    """The callbacks that settings enable, in the order in which they are called. Only their files are imported.
+    """The callbacks that settings enable, in the order of their calls; only their files are imported.
 
     Raises:
         ValueError: a tracker's package is missing.

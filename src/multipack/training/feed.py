@@ -47,8 +47,8 @@ class StepData:
         documents: (documents,) numbers of the step's documents, of all ranks.
         lengths: (documents,) tokens of each.
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
-        computed: arguments of `CostModel.flops`: tokens of each document or, where items share tokens, slots of each
-            item and their attention.
+        computed: arguments of `CostModel.flops`: tokens of each document or, where items share tokens, slots
+            of each item and their attention.
         packs: packs of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time that this rank waited for its packs.
         index: index of the step in its epoch's plan, from 0.
@@ -277,7 +277,7 @@ class PackLoaders:
         )
 
     def _items(self, documents: Documents, options: PlanOptions) -> ItemSource:
-        """What the planner places: each document or pair, or with `data.share_prefixes` groups that share tokens."""
+        """What the planner places: documents, pairs, or groups of them that share tokens."""
         data = self._config.data
         if data.share_prefixes == "off":
             return SingleDocuments(documents.lengths, options, documents.target_counts, documents.weights)

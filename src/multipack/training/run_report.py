@@ -234,7 +234,7 @@ def header_rows(run: Trainer) -> Rows:
 
 
 def _shapes(run: Trainer) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the model's own parameters; an engine with adapters has theirs, and bytes of quantized ones."""
+    """Shapes of the model's own parameters; with adapters an engine has theirs, and quantized bytes."""
     if run.engine.saved is None:
         return run.engine.shapes
     from multipack.models.huggingface import parameter_shapes

@@ -28,8 +28,8 @@ from multipack.training.run_config import Config
 class StreamFeed:
     """Iterates the global steps of a stream of documents until it ends; see `Feed`.
 
-    `targets_per_step` is the number of tokens of full packs, because later documents are unknown. `pad` gives all packs
-    one shape; `clock` returns seconds.
+    `targets_per_step` counts the tokens of full packs, because later documents are unknown. `pad` gives all
+    packs one shape; `clock` returns seconds.
 
     Raises:
         ValueError: `plan.tail=carry`; while iterating, ranks that read different documents, or a malformed document.
@@ -107,8 +107,8 @@ class StreamFeed:
         digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
-        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 sums d² ≤ 2⁴⁰ exactly for fewer
-        # than 2¹³ ranks; the products are of Python's integers.
+        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 sums d² ≤ 2⁴⁰ exactly
+        # for fewer than 2¹³ ranks; the products are of Python's integers.
         values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
         stopped, late, total, squares = (int(each) for each in world.sum(values))
         if late and not self.late:
