@@ -55,7 +55,7 @@ _PAIRS = {
     "intel": "question",
     "icr": "input",
 }
-"""Kind of preference records in Axolotl → the field of the prompt."""
+"""Kind of preference records in Axolotl, as in chatml.intel → the field of the prompt."""
 
 
 def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Settings, list[str]]:
@@ -100,6 +100,7 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     form = given.get("type", "pretrain" if "text_column" in given else "")
     if not isinstance(form, str):
         raise NotHonored("prompts in a format of one's own: write `prompt` and `completion` into the records")
+    # NAME, NAME:VARIANT (completion:FIELD, alpaca:STYLE) or NAME.DETAIL (chatml.intel)
     name, _, variant = form.partition(":")
     name, _, detail = name.partition(".")
     if keys.get("rl") or keys.get("reward_model"):
@@ -218,7 +219,7 @@ def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: s
 
 
 def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
-    """`chat_template`, or nothing where the tokenizer's own is meant."""
+    """`chat_template`, or nothing where the tokenizer's own is meant; keys of the data set come first."""
     own = given.get("chat_template")
     name, jinja = (
         (own, given.get("chat_template_jinja"))

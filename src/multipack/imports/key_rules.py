@@ -15,7 +15,7 @@ from multipack.parallel.optimizers import OPTIMIZERS, OptimizerName
 
 
 def packs(value: Any, keys: Keys) -> Honored:
-    """Packs of a step; without packing, documents of a step. `value`: documents of a rank's micro-batch."""
+    """Packs of a step; without packing, documents of a step. `value`: those of a micro-batch."""
     packs, ranks = int(value) * int(keys.get("gradient_accumulation_steps") or 1), 1
     for name in ("dp_shard_size", "dp_replicate_size"):
         ranks *= max(int(keys.get(name) or 1), 1)
@@ -100,7 +100,7 @@ def schedule(value: Any, keys: Keys) -> Honored:
 
 
 def rate_of(pattern: str, value: Any, keys: Keys, relative: bool) -> Honored:
-    """A learning rate of some parameters; `relative`: the value is a factor."""
+    """A learning rate of parameters of this name; `relative`: the value is a factor of learning_rate."""
     factor = float(value) / (1.0 if relative else float(keys.get("learning_rate") or 1))
     return Honored({"optimizer.rules": [f"{pattern} lr={factor:g}"]})
 
@@ -128,7 +128,7 @@ def validation(value: Any, keys: Keys) -> Honored:
 
 
 def special_tokens(value: Any, keys: Keys) -> Honored:
-    """Tokens that end documents; others have no effect on packs."""
+    """Special tokens, which the tokenizer's files define here; that of padding has no effect on packs."""
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # of SentencePiece
     changed = {
         name: token for name, token in value.items() if name != "pad_token" and token != usual.get(name)
@@ -149,7 +149,7 @@ def recompute(value: Any, keys: Keys) -> Honored:
 
 
 def sharding(value: Any, keys: Keys) -> Honored:
-    """`fsdp` and `fsdp_config`."""
+    """`fsdp`, `fsdp_config` and `dp_shard_size`: how ranks divide weights."""
     config = dict(keys.get("fsdp_config") or {})
     config = {str(name).removeprefix("fsdp_"): each for name, each in config.items()}
     kinds = {*(keys.get("fsdp") or ()), str(config.get("sharding_strategy", "full_shard")).lower()}

@@ -35,7 +35,7 @@ NOT_HERE: dict[str, str] = {
         "images and sound are not trained",
     ),
 }
-"""Types of models that are refused with `model=hf:` → the reason."""
+"""Types of models that are not trained here → the reason."""
 _QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
 """Parts of the names of models whose files hold quantized weights."""
 

@@ -48,7 +48,7 @@ class Tool:
         rules: key → its rule; other keys are not honored.
         defaults: setting → the tool's default, where it differs.
         false: keys for which `false` is a value; for other keys it means that they are missing.
-        trackers: key that turns on a tracker → its name in `track.to`.
+        trackers: key that turns on a tracker → the tracker's name in `track.to`.
         read_with: key that the rule of another key reads → the settings that it changes, if they are set.
     """
 

@@ -78,10 +78,17 @@ def sum_over_ranks(
 ) -> Tensor:
     """Sum the numbers of a step over ranks by one all-reduce, which leaves them on the device.
 
+    Args:
+        mesh: the ranks.
+        data: the step.
+        result: this rank's losses.
+        signal: number of the signal that this rank received; 0 = none.
+        seconds: forward seconds of this rank.
+
     Returns:
-        (3 + data-parallel ranks + packs,) float64: the step's loss, its slots, signals to stop, the `seconds` of each
-        rank, and for each pack of `data.packs` whether its loss is not finite; losses that are not finite are left out
-        of the sum.
+        (3 + data-parallel ranks + packs,) float64: the step's summed loss, its slots, the sum of signals, the
+        `seconds` of each data-parallel rank, and for each pack of `data.packs` whether its loss is not
+        finite. Losses that are not finite are left out of the sum.
     """
     losses = result.values.double()
     finite = losses.isfinite()
@@ -161,9 +168,9 @@ class StepApplier:
 
     Attributes:
         step: number of the step that was applied last.
-        steps: number of steps of the run, for the learning-rate schedule.
+        steps: number of the run's last step, for the learning-rate schedule.
         loss: loss of the step that was read last.
-        running: summed loss since the last evaluation, and its denominator.
+        running: summed loss since the last evaluation, and the sum of the steps' denominators.
     """
 
     def __init__(self, parts: Parts, stop: StopRequest, record: Record) -> None:
@@ -283,7 +290,10 @@ class StepApplier:
         sums: tuple[float, float, float],
         metrics: dict[str, float],
     ) -> None:
-        """Record a step; `marks` are the clock's, after its backward passes and at its end."""
+        """Record a step.
+
+        `marks` are the device clock's, after its backward passes and at its end; `sums` are `_checked`'s.
+        """
         self.running = [self.running[0] + sums[0], self.running[1] + data.denominator]
         self.loss = metrics["loss"]
         (middle, ended), clock, world = marks, self._engine.clock, self._engine.world

@@ -4,7 +4,7 @@
              ─▶ Start: shape and first weights ─▶ OpenModel: resolved settings, objective, engine
              ─▶ Feeds: packs of steps and evaluations ─▶ callbacks, files ─▶ Parts
 
-A phase returns a frozen object with the notes that it has for the header of the run. Settings are resolved once, by
+A phase returns an object; its `notes` are for the header of the run. Settings are resolved once, by
 `open_model`, and the phases after it read its `config`.
 """
 
@@ -52,9 +52,9 @@ class Opening:
     """The place of a run: its directory and its ranks.
 
     Attributes:
-        config: the settings, with the run directory and the day on which the run starts, equal on all ranks.
+        config: the settings, with `out` and `data.template_date`, equal on all ranks.
         run: the run directory.
-        resumed: the checkpoint that the run resumes from; None = a new run.
+        resumed: the checkpoint that the run resumes from; None = none was written.
         mesh: the ranks.
     """
 
@@ -70,8 +70,9 @@ class Start:
 
     Attributes:
         shape: shape of the model to train.
-        weights: reads its first weights, or the frozen ones of adapters; None = they are drawn, or in the checkpoint.
-        folder: the checkpoint or folder whose small files and chat template the run keeps; None = there is none.
+        weights: name of a parameter → its first value, or the frozen one below adapters; None = weights are
+            drawn, or in the checkpoint.
+        folder: the checkpoint or folder whose `source_files` and chat template the run keeps; None = none.
         base_hash: hash of the files of frozen weights of adapters; empty without adapters.
         notes: for the header of the run.
     """
@@ -91,7 +92,7 @@ class OpenModel:
         config: the settings, resolved.
         objective: the objective, with the documents.
         shape: shape of the model.
-        cost_model: the cost that plans balance, and FLOPs.
+        cost_model: cost of documents, which plans balance, and FLOPs of steps.
         engine: this rank's part of the model.
         notes: for the header of the run.
     """
@@ -126,7 +127,7 @@ class Parts:
 
 
 def assemble(config: Config, world: World, console: Console, clock: Callable[[], float]) -> Parts:
-    """Build all parts of a run; collective.
+    """Build all parts of a run; collective. `clock` returns seconds.
 
     Raises:
         ValueError: the configuration does not fit the documents, the device or the saved run.
@@ -299,7 +300,7 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     folder, notes = checkpoint, list[str]()
     weights: Reader | None = None
     if initial is not None:
-        objective.shape(initial.shape)
+        objective.shape(initial.shape)  # for its error: weights that do not suit the objective
         weights, note = adapt_weights(initial, shape, tokenizer)
         folder, notes = folder or initial.folder, [note] if resumed is None else []
     if foreign:
@@ -405,9 +406,10 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
-        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly.
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide
+        # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
         divides = config.plan.longest % parallel.token_multiple == 0
-        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget  # else mostly padding
+        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
         fixed = fixed and not parallel.context_slack
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
@@ -465,8 +467,8 @@ def resolve(
 class Feeds:
     """The packs of a run on this rank, of training steps and of evaluations.
 
-    The engine's model must still have its initial weights. `resumed` is the run directory, if the run continues from a
-    checkpoint.
+    The engine's model must still have its initial weights: the objective may compute reference values.
+    `resumed` is the run directory, if the run continues from a checkpoint; `clock` returns seconds.
 
     Attributes:
         training: the global steps to train on.
@@ -494,7 +496,7 @@ class Feeds:
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
         self.notes = [*staged, *warnings, *notes]
         self.training: Feed
-        self.steps = train.steps
+        self.steps = train.steps  # 0 = those of `train.epochs`, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
             from multipack.training.stream_feed import StreamFeed
 
@@ -526,7 +528,7 @@ class Feeds:
 def build_callbacks(
     config: Config, world: World, run: RunDirectory, report: Callable[[str], None]
 ) -> list[Callback]:
-    """The callbacks that settings enable, in the order in which they are called; other files are not imported.
+    """The callbacks that settings enable, in the order of their calls; only their files are imported.
 
     Raises:
         ValueError: a tracker's package is missing.

@@ -5,9 +5,9 @@
     step-00000100/
       tensors/weights-00001.safetensors … model and its averages, a file per rank; see checkpoint_tensors.py
       tensors/state-00001.safetensors …   optimizer, random numbers
-      state.json                          step, progress of the run, checksums of all files
+      state.json                          step, progress of the run, checksums of all other files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
-      .complete                           sha256 of state.json; written last
+      .complete                           checksum of state.json; written last
 
 If a process is killed at any point, `latest` still names a complete checkpoint. A checkpoint can be read by another
 number of ranks than wrote it. Tensors are safetensors and all other files are text: loading runs no code from them.
@@ -49,7 +49,7 @@ TENSORS = "tensors"
 WEIGHTS = ("model", "callbacks")
 """Groups of tensors in the files `weights-…`; other groups are in `state-…`."""
 
-_MARK = {"bytes": 0, "sha256": ""}
+_MARK = {"bytes": 0, "sha256": ""}  # of a file of the run log
 FORM: dict[str, Any] = {
     "data": dict,
     "corpus": {"documents": "", "tokens": ""},
@@ -63,7 +63,9 @@ FORM: dict[str, Any] = {
     "callbacks": dict,
     "marks": {"metrics": _MARK, "samples": _MARK, "documents": _MARK},
 }
-"""An example of each entry. The feed and the sampler check their state, `data`, themselves."""
+"""An example of each entry of `Checkpoint.progress`, whose type and length are compared.
+
+The feed and the objective check their own state."""
 AFTER_EVALUATION = {"best": 0.0, "improved": [0, 0.0]}
 """Entries (of callbacks too) that are None until the first evaluation → an example of their later values."""
 
@@ -79,7 +81,8 @@ class Checkpoint:
         path: folder of the checkpoint.
         step: number of steps taken when it was written.
         source: its tensors in groups: "model" and "optimizer" as in `Engine.state`, "rng", and others.
-        progress: JSON values of the trainer: state of the plan, positions in the run log, running loss.
+        progress: JSON values of the trainer and of `RunFiles`, see `FORM`: state of the feed, running loss,
+            hashes of documents, positions in the run log.
     """
 
     path: Path
@@ -376,7 +379,11 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
 
 
 def _difference(value: Any, example: Any, name: str) -> str:
-    """How a JSON value differs in type from an example, empty if it does not."""
+    """How a JSON value differs in type from an example, empty if it does not.
+
+    The example `dict` is any dictionary, an empty one a dictionary of texts, and None is None or what
+    `AFTER_EVALUATION` has.
+    """
     last = name.rpartition(".")[2]
     if example is None and value is not None:
         example = AFTER_EVALUATION.get(last)

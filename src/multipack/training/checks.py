@@ -155,7 +155,7 @@ OF_RANKS = (
         " plan.packs_per_step to at least twice the number of processes",
     ),
 )
-"""Rules on the number of processes, which the model's ranks divide."""
+"""Rules that need the number of processes; see `_facts_of_ranks`."""
 
 OF_KINDS = (
     Refusal(
@@ -241,24 +241,24 @@ def _facts(config: Config, **more: Any) -> SimpleNamespace:
 
 
 def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
-    """Facts that follow from the number of processes: packs of a step and of a rank, and slots that ranks divide."""
+    """Facts that follow from the number of processes. A step's packs are of all data-parallel ranks."""
     parallel, plan = config.parallel, config.plan
     ranks, saved = parallel.data_size(processes), plan.packs_per_step
     given = plan.for_ranks(ranks).packs_per_step
     packs = given if config.train.resume == "false" else saved  # a resumed run keeps its packs
     both, slots = math.lcm(plan.align, parallel.token_multiple), config.pack_slots or 0
     return {
-        "ranks": ranks,
-        "packs": packs,
+        "ranks": ranks,  # data-parallel
+        "packs": packs,  # of a step
         "per_rank": -(-packs // ranks),
-        "needed": fit_micro_batches(parallel, -(-packs // ranks)),
-        "given": given,
-        "fitting": fit_micro_batches(parallel, -(-given // ranks)) * ranks,
+        "needed": fit_micro_batches(parallel, -(-packs // ranks)),  # per rank, by a pipeline
+        "given": given,  # packs of a step by plan.packs_per_step or plan.micro_batches
+        "fitting": fit_micro_batches(parallel, -(-given // ranks)) * ranks,  # of a step, by a pipeline
         "named_ranks": counted(ranks, "data-parallel ranks"),
         "named_given": counted(given, "packs"),
         "named_packs": counted(packs, "packs"),
         "shorter_pipeline": _shorter_pipeline(parallel, processes, packs),
-        "slots": slots,
+        "slots": slots,  # of every pack; 0 = they differ
         "divided_slots": max(slots // both, 1) * both,
     }
 

@@ -44,12 +44,13 @@ class StepData:
         micro_batches: this rank's packs.
         target_tokens: targets over all ranks.
         denominator: divisor of the step's summed loss, over all ranks.
-        documents: document numbers of all ranks.
-        lengths: tokens of each of these documents.
+        documents: (documents,) numbers of the step's documents, of all ranks.
+        lengths: (documents,) tokens of each.
         cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
-        computed: computed slots, and their attention, for `CostModel.flops`.
+        computed: arguments of `CostModel.flops`: tokens of each document or, where items share tokens, slots
+            of each item and their attention.
         packs: packs of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
-        wait_seconds: time spent waiting for the packs.
+        wait_seconds: time that this rank waited for its packs.
         index: index of the step in its epoch's plan, from 0.
         plan: plan of the epoch; None for a stream.
     """
@@ -122,7 +123,10 @@ class Feed(Protocol):
 
 
 class EpochFeed:
-    """Iterates global steps epoch after epoch, without end; its state is the sampler's. See `Feed`."""
+    """Iterates global steps epoch after epoch, without end; its state is the sampler's. See `Feed`.
+
+    `clock` returns seconds.
+    """
 
     ended = False
     late = ""
@@ -143,11 +147,11 @@ class EpochFeed:
 
     @property
     def ending(self) -> dict[str, Any]:
-        """Nothing: documents of an epoch do not end."""
+        """No entries: epochs do not end."""
         return {}
 
     def interrupt(self) -> None:
-        """Stop waiting for documents: all of them are present."""
+        """No effect: all documents are present."""
 
     def __iter__(self) -> Iterator[StepData]:
         while True:
@@ -189,8 +193,17 @@ def cost_spread(
     sync: Sync,
     attention: AttentionOf = each_alone,
 ) -> float:
-    """`cost_spread` of a step of `dealt` packs, for (all items,) slots and the attention of items."""
-    costs = cost_model.cost(slots[dealt.order], attention(dealt.order))  # of this step's items only
+    """`StepData.cost_spread` of the packs of a step.
+
+    Args:
+        cost_model: cost of items.
+        slots: (items,) slots of each, also of items of other steps.
+        dealt: packs of the step, of indices of `slots`, in micro-batch-major order.
+        ranks: number of data-parallel ranks.
+        sync: when ranks wait for each other.
+        attention: indices of items → their attention.
+    """
+    costs = cost_model.cost(slots[dealt.order], attention(dealt.order))
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = rank_loads(packs.totals(costs), ranks, sync)
     return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
@@ -202,8 +215,8 @@ class PackLoaders:
     Args:
         config: the settings, resolved.
         objective: provides the corpus and the collator.
-        engine: the model that evaluates.
-        cost_model: the cost that plans balance.
+        engine: evaluates, and has the mesh of ranks.
+        cost_model: cost of documents, which plans balance.
     """
 
     def __init__(self, config: Config, objective: Objective, engine: Engine, cost_model: CostModel) -> None:
@@ -211,7 +224,7 @@ class PackLoaders:
         self._engine, self._mesh = engine, engine.mesh
 
     def validation(self, view: Any) -> Validation:
-        """The evaluation of the validation documents; `view` holds them as the objective's collator takes them.
+        """The evaluation of the validation documents; `view` is that of `Objective.views`.
 
         Each source of a mixture is planned alone, so that it has a loss.
 
@@ -234,7 +247,7 @@ class PackLoaders:
                 continue  # it has no loss
             sampler = self.sampler(part, order="given", tail="keep")
             steps, packs = sampler.steps_per_epoch, sampler.plan.packs_per_step
-            if limit:
+            if limit:  # packs of all sources, divided by tokens
                 steps = min(steps, math.ceil(limit * part.num_tokens / documents.num_tokens / packs))
             parts.append(ValidationPart(name, self.loader(Subset(view, numbers), sampler), steps))
         return Validation(self._engine, parts, parts[0].loader.sampler.micro_batches)
@@ -264,7 +277,7 @@ class PackLoaders:
         )
 
     def _items(self, documents: Documents, options: PlanOptions) -> ItemSource:
-        """The items of documents, or of preference pairs, by `data.share_prefixes`."""
+        """What the planner places: documents, pairs, or groups of them that share tokens."""
         data = self._config.data
         if data.share_prefixes == "off":
             return SingleDocuments(documents.lengths, options, documents.target_counts, documents.weights)
@@ -309,7 +322,7 @@ class Validation:
         micro_batches: packs of a rank in a step.
 
     Attributes:
-        steps: global steps of an evaluation.
+        steps: global steps of an evaluation, of all sources.
     """
 
     def __init__(self, engine: Engine, parts: list[ValidationPart], micro_batches: int) -> None:

@@ -27,6 +27,7 @@ class Objective:
     """Next-token prediction: cross-entropy of the target tokens, for pre-training and supervised fine-tuning.
 
     Attributes:
+        collator_type: its `of` builds the collator of a sampler's packs.
         train_settings: fields of `TrainConfig` that the objective sets.
         fine_tuning_lr: default peak learning rate of a run that starts with trained weights.
         legend: metric → meaning, of the metrics that the objective adds.

@@ -1,6 +1,6 @@
 """`Preferences`: the objective on pairs of documents and labeled answers, and the values of its reference model.
 
-initial weights ─ packed, without gradients ─▶ reference (pairs, 2) ─▶ PreferencePairs
+reference model ─ packed, without gradients ─▶ log-probabilities (items, 2) ─▶ PreferencePairs
                                                      └─▶ RUN/reference.safetensors, which a resumed run reads
 """
 
@@ -41,7 +41,7 @@ from multipack.training.weights import adapt_weights, find_weights
 Values = NDArray[np.float64]
 
 REFERENCE = "reference.safetensors"
-"""Name of the file in a run directory with the reference model's log-probabilities of pairs."""
+"""File of a run directory with the reference's values: `train` and `validation`, each (items, 2)."""
 _MOST_BYTES = 1 << 36  # of that file
 
 
@@ -128,7 +128,8 @@ class Preferences(Objective):
             progress: called with (done, total, unit).
 
         Returns:
-            (pairs, 2) float64 log-probabilities of the chosen and of the rejected answer, summed over their targets.
+            (items, 2) float64 log-probabilities of both answers of an item, such as the chosen and the
+            rejected one, summed over their targets.
 
         Raises:
             ValueError: a document is not a pair, or a value is not finite.
@@ -167,7 +168,7 @@ class Preferences(Objective):
 
     @contextmanager
     def _reference_model(self, engine: Engine) -> Iterator[tuple[nn.Module, Mesh]]:
-        """Context of the reference model, in evaluation mode and the run's precision, and of the ranks that hold it."""
+        """Context of the reference model, in evaluation mode and the run's precision, and of its mesh."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
             with engine.evaluating() as trained:
@@ -191,7 +192,7 @@ class Preferences(Objective):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
     def metrics(self, engine: Engine, training: bool = True) -> dict[str, float]:
-        """Means over items. Every rank of a model replica counts its items, which does not change the means."""
+        """Means over items. Ranks of a model replica count the same items, which keeps the means."""
         model = cast(PreferenceDecoder, engine.model)
         found = self.loss.means(engine.world.sum(model.take_tally(training)), "" if training else "val_")
         model.last.update({name: found[name] for name in model.last if name in found})

@@ -93,6 +93,7 @@ class Config:
         """Check groups of settings individually, and choose the method of context parallelism."""
         self.data.check()
         self.tokenizer.check()
+        # Only ulysses calls the backend that settings choose, and takes documents that share tokens.
         limited = self.model.attention != "auto" or self.data.share_prefixes != "off"
         self.parallel = self.parallel.resolved(self.model, limited)
         if self.model.attention != "auto":
@@ -207,6 +208,7 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
         base = saved if kept else _lasting(config.adapter.base or saved, "adapter.base")
         head = config.adapter.with_head("score") if old.get("model.scores") else config.adapter
         config.adapter = replace(head, base=base)
+    # A saved run has packs_per_step in the place of micro_batches, as `resolve` of assemble.py writes it.
     _check_unchanged(old, flatten(asdict(config)) | {"plan.micro_batches": 0})
     _check_adapter(saved_adapter(before), config.adapter)
     config.out = out
@@ -258,9 +260,12 @@ def saved_adapter(saved: Mapping[str, Any]) -> AdapterConfig:
 
 
 def resolve_weights(config: Config) -> Config:
-    """Replace runs by their latest checkpoints, which may change later, and use the tokenizer of `train.init_from`.
+    """Replace runs by their checkpoints that are the latest now, and choose the tokenizer; changes `config`.
 
-    Its tokenizer is used if neither the settings nor a store choose one.
+    The tokenizer of `train.init_from` is used if neither the settings nor a store choose one.
+
+    Raises:
+        ConfigError: there are no weights, or `train.init_from` and `adapter.base` name different ones.
     """
     train, preference, architecture = config.train, config.preference, config.model.architecture
     if preference.reference:
@@ -290,12 +295,12 @@ def resolve_weights(config: Config) -> Config:
 
 
 def _lasting(model: str, setting: str) -> str:
-    """The saved value of a setting: name and revision on the hub, or the folder of the weights."""
+    """The value of a setting to save: name and revision on the hub, or the weights' absolute folder."""
     return lasting_name(folder_of_weights(model, setting).resolve())
 
 
 def folder_of_weights(path: str, setting: str) -> Path:
-    """The folder of the weights at the path in a setting."""
+    """The folder of the weights that a setting names; `ConfigError` if there are none."""
     try:
         folder = model_folder(path, setting)
     except FileNotFoundError as error:

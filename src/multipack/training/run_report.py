@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from multipack.training.compare import Comparison
 
 HEADER_LINES = 8
-"""Lines that a run prints before the last line of a brief header; the evaluation before the first step adds one."""
+"""Lines that a run prints before the last line of a brief header, which counts the notes beyond them.
+
+The evaluation before the first step adds a line."""
 
 
 def print_header(run: Trainer, seconds: float) -> None:
@@ -89,7 +91,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 
 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
-    """The brief header, chosen from `rows` (the whole header) and the report of the plan."""
+    """The brief header, chosen from `rows` (those of `header_rows`) and what `measure_plan` returns."""
     config, corpus = run.config, run.corpus
     plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
@@ -232,7 +234,7 @@ def header_rows(run: Trainer) -> Rows:
 
 
 def _shapes(run: Trainer) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the model's parameters, without adapters, whose engine has bytes in place of quantized ones."""
+    """Shapes of the model's own parameters; with adapters an engine has theirs, and quantized bytes."""
     if run.engine.saved is None:
         return run.engine.shapes
     from multipack.models.huggingface import parameter_shapes
@@ -289,7 +291,7 @@ def _execution(config: Config) -> str:
 
 
 def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
-    """The report of the plan, and the share of tokens in padded batches; None for a stream."""
+    """The report of the plan, and the share of tokens in the slots of padded batches; None for a stream."""
     if run.feed.plan is None:
         return None
     share = padded_share(run.corpus.train.lengths, run.config.train.padded_batch_size, run.config.train.seed)
@@ -297,7 +299,7 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
-    """The record of a process's start in history.jsonl, as plain values; `rows` are the header's."""
+    """The record of a process's start in history.jsonl; `rows` are those of `header_rows`."""
     _, share = measured or (None, None)
     return {
         "step": run.step,
@@ -378,6 +380,7 @@ def _attention_backend(run: Trainer) -> str:
         return "multipack in transformers"
     if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
         return "planned"
+    # Fields of `Request`: causal attention, whose results are not merged over ranks.
     properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
     compiled = config.train.compile == "true"
     return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name

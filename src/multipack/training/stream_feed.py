@@ -28,7 +28,8 @@ from multipack.training.run_config import Config
 class StreamFeed:
     """Iterates the global steps of a stream of documents until it ends; see `Feed`.
 
-    `targets_per_step` counts full packs, because later documents are unknown. `pad` gives all packs one shape.
+    `targets_per_step` counts the tokens of full packs, because later documents are unknown. `pad` gives all
+    packs one shape; `clock` returns seconds.
 
     Raises:
         ValueError: `plan.tail=carry`; while iterating, ranks that read different documents, or a malformed document.
@@ -98,15 +99,16 @@ class StreamFeed:
             yield self._data(step, micro_batches, began)
 
     def _all_stop(self, step: StreamStep | None, interrupted: bool) -> bool:
-        """Whether all ranks stop: no rank has this step, or one of them stops; collective.
+        """Whether all ranks stop: no rank has this step, or one was interrupted; collective.
 
-        Ranks must have the same documents.
+        Raises:
+            ValueError: ranks have different documents.
         """
         digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
-        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 holds whole numbers below 2⁵³
-        # exactly.
+        # Digests d are equal on all ranks if and only if ranks · Σ d² = (Σ d)². float64 sums d² ≤ 2⁴⁰ exactly
+        # for fewer than 2¹³ ranks; the products are of Python's integers.
         values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
         stopped, late, total, squares = (int(each) for each in world.sum(values))
         if late and not self.late:

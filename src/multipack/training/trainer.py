@@ -36,7 +36,7 @@ class Trainer:
     Attributes:
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
-        val_losses: validation loss of each source of a mixture, by the name of its metric.
+        val_losses: validation loss of each source of a mixture, by its metric (val_loss/NAME).
         val_metrics: the objective's metrics of that evaluation.
         started: step and time of the loop's beginning, to estimate the time left.
         stop: records the signal that asks to stop.
@@ -230,6 +230,7 @@ class Trainer:
         return self.best_step == self.step
 
     def _evaluation_due(self) -> bool:
+        """Whether this step is evaluated: not twice, and not after a signal to stop."""
         every = self.config.train.eval_every
         due = every > 0 and (self.step % every == 0 or self._is_last())
         return due and self.evaluated != self.step and not self.stop.agreed
