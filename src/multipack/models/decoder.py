@@ -316,6 +316,7 @@ class Decoder(nn.Module):
                 draw_initial(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
+        """(T,) rows of the table of learned positions."""
         context = self.shape.context
         if batch.longest > context:
             raise ValueError(

@@ -125,6 +125,7 @@ def foreign_shape(folder: str) -> ModelShape:
 
 
 def _shape(folder: str, config: Any) -> ModelShape:
+    """`foreign_shape` of a configuration; sizes that it does not state are those of a dense decoder."""
     values = config.to_dict()
     known: dict[str, Any]
     try:

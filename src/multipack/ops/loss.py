@@ -317,6 +317,7 @@ class _Head:
         return product if scale is None else product * scale
 
     def _tile(self, chunk: Tensor, target: ChunkTargets, columns: slice) -> Tile:
+        """The `Tile` of some columns of the logits."""
         logits = soft_capped(F.linear(chunk, self.weight[columns]), self.options.logit_cap)
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
         column, is_inside = self._column(target, columns)

@@ -48,6 +48,7 @@ def backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> 
 def _over_runs(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits
 ) -> tuple[Tensor, Tensor | None]:
+    """(T, H, V) results and, where they merge, (T, H) log-sum-exps, by tiles of each run of documents."""
     # Only parts of a pack merge; log-sum-exps take a fifth of the time.
     merges = not isinstance(bounds, PackedBatch)
 
