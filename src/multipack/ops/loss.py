@@ -244,7 +244,7 @@ class _Head:
         """
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
         whole = len(self.slices) == 1 and group is None and not self.options.logit_cap and target.rows is None
-        # torch.compile makes other code for one row.
+        # torch.compile would make other code for one row.
         if (
             compiles
             and self.options.compiled

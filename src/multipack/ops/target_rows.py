@@ -95,7 +95,7 @@ class Targets(NamedTuple):
     places: Tensor | None
 
     def chunks(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, ChunkTargets, Tensor | None]]:
-        """Chunks of `size` rows: their numbers, targets, and (R, 1) weights unless `ChunkTargets` have them."""
+        """Chunks of `size` rows: their numbers, targets, and (R, 1) weights if `ChunkTargets` have none."""
         for number, rows in enumerate(torch.split(self.rows, size) if len(self.rows) else ()):
             if self.places is None:
                 weights = None if self.weights is None else self.weights[rows, None].to(dtype)

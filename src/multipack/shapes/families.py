@@ -106,6 +106,7 @@ def window_theta(name: str) -> Setting:
         return real_of(newer, ("rope_theta",), 0.0) or real_of(config, (name, "rope_theta"), 10_000.0)
 
     def write(shape: Any) -> dict[str, Any]:
+        # `written_rotation` writes rope_theta, of the other layers, and both bases in rope_parameters.
         return {} if name == "rope_theta" else {name: shape.window_theta or shape.rope_theta}
 
     return Setting("window_theta", read, write)
