@@ -17,6 +17,7 @@ documents begin. Names of parameters, on which checkpoints and other modules rel
     blocks.N.attention.key.weight     (K·D, d)   blocks.N.feed_forward.up.weight    (f, d)
     blocks.N.attention.value.weight   (K·D, d)   blocks.N.feed_forward.down.weight  (d, f)
     blocks.N.attention.output.weight  (d, H·D)   norm.weight (d,)   head.weight     (V, d) not tied
+                                                 score.weight (scores, d), in place of the head
     blocks.N.attention_out_norm.weight           (d,)    norms after (or around) a branch
     blocks.N.feed_forward_out_norm.weight        (d,)
     blocks.N.attention.query_norm.weight         (D,)    norms of each head; (H·D,) of all heads together
@@ -100,15 +101,16 @@ class Decoder(nn.Module):
             positions), the last one the final norm and the head (the embedding, if they are tied).
 
     Attributes:
-        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss in evaluation, also called with `weights=` if a
-            batch has weights, with `shared=` if its documents share tokens, and with `group=` under tensor parallelism.
+        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss in evaluation, also called with
+            `weights=` if a batch has weights, `shared=` if its documents share tokens, `logit_cap=` if the
+            shape has one, and `group=` under tensor parallelism.
         training_loss: the same in training.
 
     Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
     Raises:
-        ValueError: the shape has no vocabulary or is for planning only (experts, latent attention, windows in layers
-            that `full_every` does not describe), or the attention backend is unknown.
+        ValueError: the shape has no vocabulary or is for planning only (`ModelShape.check_computed`), or the
+            attention backend is unknown or does not compute soft caps that the shape has.
     """
 
     def __init__(
@@ -202,7 +204,9 @@ class Decoder(nn.Module):
     def hidden(
         self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None
     ) -> Tensor:
-        """(T, d) inputs of the head: of the final norm (of the last block, in a part that is not the last).
+        """(T, d) inputs of the head: outputs of the final norm, over `logit_divisor`.
+
+        In a part that is not the last they are the outputs of its last block.
 
         Args:
             batch: the pack.
@@ -251,6 +255,10 @@ class Decoder(nn.Module):
             batch: the pack.
             dtype: dtype of the hidden states; the tables are float64 for float64, else float32.
             windowed: whether for layers with a window.
+
+        Raises:
+            ValueError: a document is longer than `ModelShape.rotation_limit`, and shares tokens or is divided
+                over ranks.
         """
         shape, positions, slots = self.shape, batch.position_ids, None
         if shape.positions == "learned":
@@ -285,7 +293,7 @@ class Decoder(nn.Module):
     def output_weight(self) -> Tensor:
         """(V, d) output embedding, the input embedding if they are tied; with `scores` their (scores, d) weights.
 
-        It is (V, d + 1) with a bias in the last column.
+        Where a model of transformers has a bias, it is the last column of (V, d + 1).
         """
         if self.shape.scores:
             return self.score.weight
@@ -308,6 +316,7 @@ class Decoder(nn.Module):
                 draw_initial(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
+        """(T,) rows of the table of learned positions."""
         context = self.shape.context
         if batch.longest > context:
             raise ValueError(

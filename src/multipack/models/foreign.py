@@ -52,6 +52,7 @@ PREFIX = "hf:"
 """Prefix of `model=hf:FOLDER`."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Setting of a configuration that multiplies (1) or divides (-1) the logits."""
+# Settings of models without a table of learned positions.
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "alibi")
 
 
@@ -105,6 +106,7 @@ def foreign_settings(folder: str) -> dict[str, Any]:
 
 
 def _method(quantized: Any) -> str:
+    """The `quant_method` of a quantization_config, which is a dictionary or an object of transformers."""
     found = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
     return str(getattr(found, "value", found))
 
@@ -123,6 +125,7 @@ def foreign_shape(folder: str) -> ModelShape:
 
 
 def _shape(folder: str, config: Any) -> ModelShape:
+    """`foreign_shape` of a configuration; sizes that it does not state are those of a dense decoder."""
     values = config.to_dict()
     known: dict[str, Any]
     try:
@@ -152,6 +155,8 @@ def _number(config: Any, names: tuple[str, ...]) -> int:
 
 def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
     """Build the model of `shape.architecture` and move its modules into a decoder; parameters are on the meta device.
+
+    The decoder also gets `logit_factor`, the product of `FACTORS`, and `rotation_limit`.
 
     Returns:
         Name of a parameter in the decoder → its name in the model of transformers.
@@ -264,7 +269,11 @@ def check_documents(
 
 
 def _rotated_alike(batch: PackedBatch, limit: RotationLimit, folder: str) -> PackedBatch:
-    """The pack with padding cut into pieces of at most `limit`; `ValueError` for a document beyond it."""
+    """The pack with its padding in pieces of at most `limit`: a longer one would rotate all documents.
+
+    Raises:
+        ValueError: a document is longer than the limit; or padding is, in a pack that shares tokens.
+    """
     if batch.longest > limit.tokens:
         lengths = batch.lengths[: batch.num_documents] if batch.tree is None else batch.tree.lengths_k
         check_documents(lengths, limit, folder)
@@ -345,12 +354,12 @@ def foreign_names(shape: ModelShape) -> dict[str, str]:
 
 
 def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights of a model of transformers as it writes them, in one or several files.
+    """Write a model as transformers saves it: config.json, and weights in one or several files.
 
     Args:
         shape: of the model.
         tensors: by transformers' names. Routing biases and the like, which are buffers there, keep their dtype.
-        folder: to write to; it gets a config.json, too.
+        folder: to write to.
         dtype: of the parameters.
     """
     config = read_config(shape.architecture)

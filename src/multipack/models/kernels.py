@@ -5,10 +5,11 @@
     SwiGLU                 LigerSiLUMulFunction                      other activations, compiled blocks
     RoPE                   LigerRopeFunction, in place               learned positions, partial rotary, compiled blocks,
                                                                      selective checkpointing, which keeps its inputs
-    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, tensor parallelism,
-                                                                     packs whose documents share tokens
+    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, soft caps, packs
+                                                                     that share tokens, tensor parallelism
 
-The gradient of the output matrix is summed in float32 and rounded to the dtype of products, once; ours is not rounded.
+In models of transformers only the last is used. The gradient of the output matrix is summed in float32 and
+rounded to the dtype of products, once; ours is not rounded.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Block(nn.Module):
     def compute(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
-        """`forward` without the hook."""
+        """`forward` without `around`."""
         branch = self.attention(_normed(self.attention_norm, x), batch, rotation, attend)
         x = self._add(x, _normed(self.attention_out_norm, branch))
         branch = self._feed_forward(_normed(self.feed_forward_norm, x))
@@ -148,7 +148,7 @@ class Attention(nn.Module):
             self.query_norm = JointRMSNorm(shape.heads * width, eps=shape.norm_eps)
             self.key_norm = JointRMSNorm(shape.kv_heads * width, eps=shape.norm_eps)
         self.head_norm = shape.head_norm
-        # Backends multiply by 1 / √D.
+        # Kernels multiply by 1 / √D: queries are multiplied by the rest of the factor.
         self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
         self.growth, self.trained_context = shape.attention_growth, shape.rope_context
         self.cap = shape.attention_cap or None
@@ -234,7 +234,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:
-    """The normalization layer of a shape, over `width` elements; 0 = d."""
+    """The normalization layer of a shape, over `width` elements; 0 = d_model."""
     if shape.norm == "layernorm":
         return nn.LayerNorm(width or shape.d_model, eps=shape.norm_eps, bias=shape.bias)
     kind = OffsetRMSNorm if shape.norm == "rmsnorm+1" else RMSNorm

@@ -30,7 +30,7 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _HEAD = "lm_head.weight"
-_MOST_BYTES = 1 << 36
+_MOST_BYTES = 1 << 36  # of adapter_model.safetensors
 _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora"),
@@ -110,7 +110,7 @@ def to_peft(
 
 
 def peft_base(folder: Path) -> Path:
-    """The folder of the model that an adapter in peft's format belongs to.
+    """The folder that an adapter's base_model_name_or_path names: a model, or another adapter.
 
     Raises:
         ValueError: adapter_config.json names no folder, or bases form a circle.
@@ -226,8 +226,10 @@ def _check_outside(
 ) -> None:
     """Check what an adapter changes outside of blocks: the embedding, and the head, which may be the same matrix.
 
+    `back` is Hugging Face's module → (the decoder's modules, whether the matrix is transposed).
+
     Raises:
-        ValueError: they have adapters of their own, or are no longer the same.
+        ValueError: an adapter of their own changes their rows, or matrices that must be the same differ.
     """
     for name in saved:
         module, layer, _ = name.partition(".base_layer.")
@@ -306,7 +308,7 @@ def _config(folder: Path) -> AdapterConfig:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The module of transformers, and the parameter of ours, of a tensor of peft's."""
+    """A tensor of peft's → its module of transformers, and its parameter's name here, such as `lora_a`."""
     for own, theirs in _NAMES.items():
         for suffix in (f".{theirs}", f".{theirs}.weight"):
             if name.endswith(suffix):

@@ -36,7 +36,8 @@ from multipack.planning.lengths import short
 from multipack.shapes import rotation_limit
 
 LENGTHS = (9, 7, 11)
-"""Tokens of the probe's documents. Their sum is rarely the width of a layer."""
+"""Tokens of the probe's documents. Their sum is rarely the width of a layer: a dimension of this
+size is taken for that of tokens."""
 TOLERANCE = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as none in float32."""
 MOST_BUFFER = 1 << 24
@@ -234,6 +235,7 @@ class _Probe:
         return self.tolerance if has_experts else TOLERANCE
 
     def leaks(self, batch: PlacedBatch, base: list[Tensor]) -> dict[tuple[int, int], float]:
+        """(changed document, affected document) → relative change of the affected one's outputs, `base`."""
         found = {}
         for source, tokens in enumerate(self.others):
             after = self.outputs(batch.with_tokens(source, tokens))
@@ -243,6 +245,7 @@ class _Probe:
         return found
 
     def report(self) -> IsolationReport:
+        """All findings; one that makes further comparisons meaningless ends the report early."""
         batch = self.placed(self.documents)
         findings = list(wrong_fields(batch))
         try:

@@ -211,6 +211,7 @@ def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
 
 
 def _bounds_problem(bounds: Tensor, batch: PlacedBatch) -> str:
+    """What is wrong with the bounds of documents, as the end of "bounds …"; empty if nothing is."""
     found, slots = bounds.reshape(-1).tolist(), batch.ids.numel()
     if bounds.dtype != torch.int32:
         return f"is {str(bounds.dtype).removeprefix('torch.')}, and attention kernels read int32"

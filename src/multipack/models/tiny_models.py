@@ -61,6 +61,7 @@ def tiny_config(config: Any) -> Any:
 
 
 def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The values of a configuration, and of configurations inside it, with small sizes."""
     kinds = values.get("layer_types") or values.get("layers_block_type")
     if isinstance(kinds, list) and kinds:
         chosen = kinds[:layers]
@@ -114,6 +115,7 @@ def _fit_factors(scaling: dict[str, Any], old: int, new: int) -> dict[str, Any]:
 
 
 def _small(name: str, value: int, layers: int) -> int:
+    """An integer's value in a tiny model: ids of tokens fit its vocabulary, and some counts do not grow."""
     if name.endswith(("token_id", "token_index")):
         return value % 250 if value > 250 else value
     if value > 0 and re.fullmatch(LAYERS, name):

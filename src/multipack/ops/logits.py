@@ -1,7 +1,7 @@
 """Logits: options of their losses, how many exist at a time, soft caps, and one function for torch.compile.
 
-torch.compile fuses `softmax_of_logits` into two reads and one write of the logits. Without it ops/loss.py is faster,
-with torch's own kernel of log-softmax, in place.
+torch.compile fuses `softmax_of_logits` into two reads and one write of the logits. Uncompiled, ops/loss.py is
+faster: it computes in place with torch's kernel of log-softmax.
 """
 
 from __future__ import annotations

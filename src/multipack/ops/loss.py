@@ -96,8 +96,9 @@ def linear_cross_entropy(
         vocabulary_tiles: slices of (this rank's part of) the vocabulary whose logits are computed one at a time.
         group: process group whose ranks divide the vocabulary evenly; all pass the same `hidden` and `targets`, and
             the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
-        compiled: on a GPU, compile the functions of a chunk's logits, unless the vocabulary is divided or tiled.
-        logit_cap: bound c of the logits z, which become c · tanh(z / c) (Gemma 2); 0 = no bound.
+        compiled: on a GPU, compile the function of a chunk's logits, unless the vocabulary is divided or
+            tiled, logits have a bound, or rows have several targets.
+        logit_cap: bound c of the logits x, which become c · tanh(x / c) (Gemma 2); 0 = no bound.
         shared: the rows of `targets` and `weights`, which are then (n,) lists without −100. None = target i belongs to
             row i.
 
@@ -237,13 +238,13 @@ class _Head:
     def _losses(
         self, chunk: Tensor, target: ChunkTargets, compiles: bool
     ) -> tuple[Tensor, Tensor, Iterator[Tensor]]:
-        """(E,) losses, (R,) log-sum-exp over the whole vocabulary, and an iterator over `_tiles`.
+        """(E,) losses, (R,) log-sum-exp over the whole vocabulary, and the gradients of `_tiles`.
 
-        With `compiles`, a compiled function may compute all three, if the options allow it.
+        With `compiles`, a compiled function computes all three if the options allow it.
         """
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
         whole = len(self.slices) == 1 and group is None and not self.options.logit_cap and target.rows is None
-        # torch.compile makes other code for one row.
+        # torch.compile would make other code for one row.
         if (
             compiles
             and self.options.compiled
@@ -277,12 +278,15 @@ class _Head:
         return losses, lse, self._tiles(chunk, target, lse[:, None], tile if len(self.slices) == 1 else None)
 
     def _tiles(self, chunk: Tensor, target: ChunkTargets, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
-        """The gradient of the logits, tile by tile. `tile`, the only one, is overwritten; None = compute each."""
+        """(R, n) gradients of the logits, tile by tile; a given `tile` is the only one, and is overwritten.
+
+        `lse` is (R, 1), over the whole vocabulary; that of `statistics` is over the tile's columns.
+        """
         smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:
             logs, statistics, _ = tile or self._tile(chunk, target, columns)
             tile = None
-            # The derivative of c · tanh(z / c) is 1 − (its value / c)².
+            # The derivative of y = c · tanh(x / c) is 1 − (y / c)²; y = log-softmax + log-sum-exp.
             slope = 1.0 - ((logs + statistics[:, :1]) / cap).square_() if cap else None
             gradient = logs.exp_()  # of the logits, in their memory
             if z_loss or gradient.shape[1] != self.vocabulary:
@@ -299,7 +303,10 @@ class _Head:
     def _products(
         self, chunk: Tensor, gradients: Iterable[Tensor], scale: Tensor | None, weight_grad: Tensor | None
     ) -> Tensor:
-        """(R, d) gradient of a chunk of hidden states from the gradients of its logits; adds to `weight_grad`."""
+        """(R, d) gradient of a chunk's hidden states from the gradients of its logits; adds to `weight_grad`.
+
+        `scale` has the (R, 1) weights of rows.
+        """
         product = torch.zeros_like(chunk, dtype=self.exact)
         scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
         for columns, gradient in zip(self.slices, gradients, strict=True):
@@ -310,11 +317,12 @@ class _Head:
         return product if scale is None else product * scale
 
     def _tile(self, chunk: Tensor, target: ChunkTargets, columns: slice) -> Tile:
+        """The `Tile` of some columns of the logits."""
         logits = soft_capped(F.linear(chunk, self.weight[columns]), self.options.logit_cap)
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
         column, is_inside = self._column(target, columns)
         logit = target.pick(logits, column).to(self.exact)
-        # Saves a second pass over the logits; any column would do.
+        # lse = logit − log-softmax, at any column: no second pass over the logits.
         lse = (
             logit - logs.gather(1, column)
             if target.rows is None

@@ -1,12 +1,12 @@
 """Frozen matrices that are held as bytes, and products with them, in the formats of shapes/formats.py.
 
-    weight    ─┬─ weight_codes   (out, ·)  the numbers           these two divide like the matrix: by rows, or by
-               ├─ weight_scales  (out, ·)  scales of blocks       columns where no block of a format is cut
-               └─ weight_steps   (·,)      of the whole matrix    whole on every tensor-parallel rank
+    weight    ─┬─ weight_codes   (out, ·)  the numbers           divide by rows, or by columns between blocks
+               ├─ weight_scales  (out, ·)  scales of blocks      divide in the same way
+               └─ weight_steps   (·,)      of the whole matrix   whole on every tensor-parallel rank
     down_proj ─── down_proj_codes, …       another parameter (ops/experts.py)
 
-All three are bytes, so that no cast to a half-precision dtype changes them. Scales and steps are None in formats
-without them.
+All three are uint8, so that no cast to a half-precision dtype changes them; a format (nf4.py, int8.py) says
+what their bytes mean. Scales and steps are None in formats without them.
 """
 
 from __future__ import annotations

@@ -32,10 +32,13 @@ class TargetRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTargets:
-    """E targets of a chunk of R rows: one a row or, where tokens are shared, all of the pack, some in the chunk.
+    """The targets of a chunk of R rows: one for each or, where tokens are shared, all E of the pack.
+
+    Where tokens are shared, only the targets that are `held` are in the chunk, and others have no effect. So
+    shapes do not depend on values, which would have to be read from the device.
 
     Attributes:
-        columns: (E, 1) the targets.
+        columns: (E, 1) the targets, as numbers of tokens.
         rows: (E,) row of each target, arbitrary if it is not held; None = E is R, and target i belongs to row i.
         held: (E,) whether the target's row is in the chunk.
         weights: (E, 1) factors of the gradients; 0 if it is not held.
@@ -63,7 +66,10 @@ class ChunkTargets:
         return values.gather(1, column) if self.rows is None else values[self.rows[:, None], column]
 
     def add(self, gradient: Tensor, column: Tensor, values: Tensor) -> None:
-        """Weight the (R, n) gradient of the log-sum-exps, and add (E, 1) values at a column in the rows of targets."""
+        """Add (E, 1) values to (R, n) gradients, at a column in the row of each target, in place.
+
+        Where tokens are shared, gradients are first multiplied by `totals`, and values by `weights`.
+        """
         if self.rows is None or self.weights is None or self.totals is None:
             gradient.scatter_add_(1, column, values)
             return
@@ -89,7 +95,7 @@ class Targets(NamedTuple):
     places: Tensor | None
 
     def chunks(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, ChunkTargets, Tensor | None]]:
-        """Chunks of `size` rows: their numbers, their targets, and (R, 1) weights that `ChunkTargets` do not have."""
+        """Chunks of `size` rows: their numbers, targets, and (R, 1) weights if `ChunkTargets` have none."""
         for number, rows in enumerate(torch.split(self.rows, size) if len(self.rows) else ()):
             if self.places is None:
                 weights = None if self.weights is None else self.weights[rows, None].to(dtype)

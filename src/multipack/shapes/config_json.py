@@ -1,8 +1,9 @@
 """Hugging Face's config.json, read into the fields of a `ModelShape` and written from one.
 
-The file is read as JSON; no code is imported. Fields have the same meaning and the same defaults as in the models' own
-configuration classes. Every decoder of known cost can be planned for; `unsupported` says why the decoder computes
-another function, if it does. Families and their settings stand in families.py, rotary positions in rotation.py.
+The file is read as JSON; no code is imported. Fields have the same meaning and the same defaults as in the
+models' own configuration classes. Any model of known cost can be planned for; the field `unsupported` names
+the settings for which `Decoder` would compute another function. families.py has families and their settings,
+rotation.py rotary positions.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 _WIDTHS = {name for names in _NAMES.values() for name in names}
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|experts?|groups?)(_per_tok(en)?)?")
-"""Names of widths and lengths, and of numbers of modules."""
+"""Names of sizes; and the pattern of numbers of modules, also of settings that are not read."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 _UNKNOWN_COST = (
@@ -116,7 +117,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "qkv_bias": kind == "qwen2_moe",
         "tied": bool(config.get("tie_word_embeddings", False)),
         "norm_eps": real_of(config, _EPSILONS, 1e-5),
-        # The cost does not depend on these; a model with other frequencies in some layers is not an error.
+        # The cost does not depend on these: an unknown scaling, or another one in some layers, is no error.
         **read_rotation(config),
     }
     if family is not None:
@@ -201,7 +202,7 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
 
 
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """The fields `window`, `window_layers` and `dense_layers`, of models whose layers differ."""
+    """The fields of windows (`window`, `full_every`, `window_layers`), and `dense_layers` of a mixture."""
     layers = found["layers"]
     window = number_of(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), number_of(config, ("sliding_window_pattern",))
@@ -244,6 +245,7 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
 
 
 def _with_windows(layers: int, full_every: int) -> list[bool]:
+    """Whether each layer has a window, if every n-th has none."""
     return [(layer + 1) % full_every > 0 for layer in range(layers)]
 
 
@@ -277,7 +279,7 @@ def family_of(shape: Any) -> Family:
 
 
 def _differing(shape: Any, family: Family) -> list[str]:
-    """Fields of a shape that a family does not have."""
+    """Fields of a shape whose values no model of the family has."""
     default = type(shape)(layers=1).to_dict()
     fixed = {name: value for name, value in default.items() if name not in _FREE | family.fields}
     fixed |= _switches(family, shape.d_model)

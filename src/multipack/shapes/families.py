@@ -17,7 +17,7 @@ from typing import Any
 from multipack.shapes.json_values import mapping_of, number_of, real_of
 
 SQRT_WIDTH = "√d_model"
-"""Value of a switch that follows from the width."""
+"""Value of the switch `embedding_scale` that follows from the width."""
 
 Config = Mapping[str, Any]
 """The content of a config.json, without empty settings and with the defaults of its family."""
@@ -57,7 +57,7 @@ class Setting:
 
 
 def _number(field: str, name: str, default: float) -> Setting:
-    """A number; the default 0 is null in files."""
+    """A field that is one number; if 0 is the default, files state it as null."""
     return Setting(
         field,
         lambda config, _: real_of(config, (name,), default),
@@ -97,7 +97,7 @@ SOME_WINDOWS = (WINDOW, Setting("full_every", lambda _, fields: fields.get("full
 
 
 def window_theta(name: str) -> Setting:
-    """The base of the frequencies in layers with a window, which rope_parameters states in newer files."""
+    """The base of the frequencies in layers with a window: `name`, or rope_parameters in newer files."""
 
     def read(config: Config, fields: Fields) -> float:
         if not fields.get("window"):
@@ -106,6 +106,7 @@ def window_theta(name: str) -> Setting:
         return real_of(newer, ("rope_theta",), 0.0) or real_of(config, (name, "rope_theta"), 10_000.0)
 
     def write(shape: Any) -> dict[str, Any]:
+        # `written_rotation` writes rope_theta, of the other layers, and both bases in rope_parameters.
         return {} if name == "rope_theta" else {name: shape.window_theta or shape.rope_theta}
 
     return Setting("window_theta", read, write)
@@ -226,7 +227,7 @@ class Tensors:
     ignored: re.Pattern[str] = re.compile(r".*\.rotary_emb\.inv_freq")
 
     def modules(self, shape: Any) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-        """Pairs of modules of a model of a `ModelShape`.
+        """The modules of a model of a `ModelShape`.
 
         Yields:
             Hugging Face's module, the decoder's modules, and whether Hugging Face's matrix is transposed.
@@ -245,7 +246,7 @@ class Tensors:
         return self.prefix + name if name.startswith(tuple(f"{part}." for part in bare)) else name
 
     def renamed(self, removed: tuple[str, ...] = (), **added: tuple[str, ...]) -> Tensors:
-        """The same names without some modules of a layer, and with others; `__` is a dot."""
+        """The same names without some modules of a layer, and with others; `__` in a keyword is a dot."""
         kept = {theirs: ours for theirs, ours in self.inner.items() if theirs not in removed}
         return replace(self, inner=kept | {name.replace("__", "."): ours for name, ours in added.items()})
 

@@ -25,7 +25,7 @@ class _Scaling(NamedTuple):
     Attributes:
         needed: settings without which it is not defined.
         constants: setting → the values with which the decoder computes the same.
-        states_context: whether it states the trained context.
+        states_context: whether it states the trained context, which for longrope stands beside it.
         states_factor: whether it may state the factor of cosines and sines.
     """
 
@@ -149,6 +149,8 @@ def is_of_family(scaling: Any, rope_types: tuple[str, ...], fields: set[str]) ->
 def read_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of rotary positions, of layers without a window, whichever of the two spellings states them.
 
+    The spellings are those of `written_rotation`.
+
     Raises:
         ValueError: the spellings differ.
     """
@@ -180,6 +182,7 @@ def _read_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
         growth = number_of(config, (CONTEXT,)) / max(fields["rope_context"], 1)
         fields["rope_factor"] = real_of(config, ("factor",), growth)
         divisors = [*config["short_factor"], *config["long_factor"]]
+        # Under its name each is checked to be a number.
         fields["rope_factors"] = [real_of({"long_factor": each}, ("long_factor",), 0.0) for each in divisors]
     both = [real_of(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
     if kind == "yarn" and not fields["rope_attention"] and all(both):
@@ -189,7 +192,9 @@ def _read_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_rotation(shape: Any, fields: set[str]) -> dict[str, Any]:
-    """The settings of a shape's rotary positions in both spellings: transformers 4 reads the first, 5 the second.
+    """The settings of a shape's rotary positions in both spellings.
+
+    transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`.
 
     Args:
         shape: a `ModelShape`.

@@ -4,8 +4,8 @@ This module imports no torch. Presets have the published dimensions of each mode
 `plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights. `ModelShape.from_huggingface` reads the
 dimensions of any other decoder from its config.json.
 
-A shape may describe mixtures of experts, windows in some layers and latent attention, because the planner needs their
-cost. `Decoder` supports dense layers without a latent, and raises an error for other shapes.
+A shape may describe mixtures of experts, latent attention and windows in any layers, because the planner
+needs their cost. `Decoder` raises an error for shapes that it does not compute (`ModelShape.check_computed`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Factor = Annotated[float, Range(1e-6)]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Layers, widths, and the options in which GPT-2 and Llama differ."""
+    """Layers, widths, and the options in which families of decoders differ."""
 
     layers: Modules = 6
     """Transformer blocks."""
@@ -145,7 +145,7 @@ class ModelShape:
     """Settings of a configuration file for which the decoder would compute another function. For planning only."""
 
     def __post_init__(self) -> None:
-        """Check the widths."""
+        """Check the fields, one by one and together."""
         object.__setattr__(self, "rope_factors", tuple(self.rope_factors))
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -261,10 +261,10 @@ class ModelShape:
 
     @classmethod
     def from_huggingface(cls, source: Mapping[str, Any] | str | Path) -> ModelShape:
-        """Read a shape for planning from a Hugging Face config.json.
+        """Read a shape from a Hugging Face config.json.
 
-        Details that do not affect the cost (normalized queries, soft caps, biases of some projections, heads for
-        multi-token prediction) are ignored.
+        Of a model_type without a row in families.py, details that do not affect the cost (normalized
+        queries, soft caps, biases of some projections, heads for multi-token prediction) are ignored.
 
         Args:
             source: the file's content, its path, or its folder. It is read as JSON; no code is run.
@@ -341,7 +341,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of matrix elements of one block that a token is multiplied with: P in the cost formula.
+        """Number of matrix elements of one block that a token is multiplied with: P in planning/cost.py.
 
         Biases and norms are not counted. In a mixture of experts, the block is one with experts; its router counts.
         """

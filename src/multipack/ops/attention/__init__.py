@@ -6,18 +6,19 @@
                                           3  · · ·  ■ ·      blocks), unlike in `dense`, the reference of the
                                           4  · · ·  ■ ■      tests.
 
-To add a kernel, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its functions; kernel.py has
-their arguments. The row says what they support: packs whose documents share tokens and windows always; explicit
-scores (soft caps, sinks, dropout), attention that is not causal, and results that merge (for context ranks) if it says
-so.
+To add a kernel, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its functions;
+kernel.py has their arguments. Every kernel supports windows, and packs whose documents share tokens. The row
+says whether it also supports explicit scores (soft caps, sinks, dropout), attention that is not causal, and
+results that merge (for context ranks).
 
 - q, k and v have one of the dtypes in the row. They may be strided views with a contiguous last dimension, and so may
   the result.
-- `bounds.cu_seqlens` and `bounds.max_seqlen` are bounds of this pack, so that kernels launch what it needs. Compiled
-  code gets both with a symbolic size; a function must not branch on them. `bounds.lengths` has the documents' lengths
-  on the host, for loops without a device synchronization. torch.compile treats them as constants and compiles again
-  when they change: the row's `compiles` must exclude a function that reads `lengths`.
-- `operators` names the torch operators whose outputs selective activation checkpointing keeps.
+- `bounds.cu_seqlens` and `bounds.max_seqlen` are bounds of this pack, so that kernels launch what it needs.
+  Compiled code gets both as symbols: a function must not branch on them. `bounds.lengths` has the documents'
+  lengths on the host, for loops without a device synchronization. torch.compile treats lengths as constants
+  and compiles again when they change: the row's `compiles` must exclude devices on which a function reads
+  them.
+- `operators` names (by prefixes) the torch operators whose outputs selective activation checkpointing keeps.
 - Import the package named in `needs` inside the function: the table itself imports nothing.
 - Compute tensors that depend only on a batch's bounds once for all layers, by `masks.once_a_batch`.
 """
@@ -83,9 +84,8 @@ def attention(
         ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these arguments (the
             message says why, and which one does); a window, or documents that share tokens, without `causal`.
     """
-    q, k, v = (
-        in_autocast_dtype(x) for x in (q, k, v)
-    )  # autocast does not cast the inputs of custom operators
+    # Autocast does not cast the inputs of custom operators.
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     check_heads(q, k, v)
     if q.shape[0] != batch.input_ids.shape[0]:
         raise ValueError(f"the batch has {batch.num_slots:,} slots, but q is {tuple(q.shape)}")

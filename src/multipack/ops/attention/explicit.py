@@ -48,7 +48,9 @@ def backward(upstream: Tensor, saved: Saved, bounds: Bounds, limits: Limits) -> 
 def _over_runs(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, limits: Limits
 ) -> tuple[Tensor, Tensor | None]:
-    merges = not isinstance(bounds, PackedBatch)  # log-sum-exps take a fifth of the time
+    """(T, H, V) results and, where they merge, (T, H) log-sum-exps, by tiles of each run of documents."""
+    # Only parts of a pack merge; log-sum-exps take a fifth of the time.
+    merges = not isinstance(bounds, PackedBatch)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, before: int) -> tuple[Tensor, ...]:
         parts, key, value = [], repeat_heads(key, query), repeat_heads(value, query)

@@ -6,6 +6,9 @@
     a row       A A A B B     cu_seq_lens_q 0 3 5        documents start where `cu_seq_lens_q` says, else where
     position_ids 0 1 2 0 1                               `position_ids` do not count up by 1
 
+Shapes: B rows of Q queries and S keys (T of both without a cache); heads H of queries and K of keys, which
+are D wide, or V as values.
+
 transformers makes a mask once a pass and hands it to every layer. For rows without padding, `make_mask` returns a
 `RowMask` instead: where documents start, and the window. `attend` then calls this package's attention. Everything
 else (padding, steps that read a cache, masks of the user) goes through transformers' own sdpa attention, with its mask;
@@ -136,7 +139,7 @@ def attend(
 
 
 def _scaled(query: Tensor, scaling: float | None) -> Tensor:
-    """Queries whose products with keys, times 1 / √D, have another scale; kernels multiply by 1 / √D."""
+    """Queries times scaling · √D, because kernels multiply by 1 / √D; None = that is the scale."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
     return query if math.isclose(factor, 1.0, rel_tol=1e-9) else query * factor
 
@@ -197,9 +200,10 @@ def _documents(
     causal: bool,
     special: bool,
 ) -> PackedBatch | None:
-    """The documents of the rows; None if sdpa attention computes the same.
+    """The documents of the rows; None where there are none to keep apart, or keys are in a cache.
 
-    With `special`, each row is a document even where plain causal attention is meant: sdpa has no soft cap.
+    With `special` (a soft cap or sinks, which sdpa attention lacks), rows of one document each are documents,
+    too.
     """
     rows, slots = query.shape[0], query.shape[2]
     given, keys, key_slots = bounds
@@ -254,7 +258,7 @@ def _position_starts(position_ids: Tensor) -> tuple[int, ...]:
 
 
 def _with_chunks(starts: tuple[int, ...], mask: RowMask | None, slots: int) -> tuple[int, ...]:
-    """Starts of documents and, in chunked attention, of their chunks."""
+    """Starts of documents and, in chunked attention, of their chunks, whose length is the mask's window."""
     if mask is None or mask.window is None or set(mask.starts) <= set(starts):
         return starts
     stops = (*starts[1:], slots)
@@ -275,7 +279,9 @@ def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMas
     lengths = tuple(stop - start for start, stop in pairwise(bounds))
     paths = tuple(stop - start for start, stop in pairwise(key_bounds.tolist()))
     sizes, stops = torch.tensor(lengths), torch.tensor(bounds[1:])
+    # A slot's position is its place in its node's path.
     before = (torch.tensor(paths) - stops).repeat_interleave(sizes, output_size=slots)
+    # A slot is seen up to the end of the last node that has it in its path.
     seen_to = stops.repeat_interleave(torch.tensor(paths)).to(device)
     ends = torch.zeros(slots, dtype=seen_to.dtype, device=device)
     ends = ends.scatter_reduce(0, key_slots, seen_to, "amax").to(torch.int32)

@@ -1,7 +1,7 @@
 """The kernel `loop`: torch's own kernels, called once per run of equally long documents.
 
-On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
-tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
+On a CPU it is one operator, `multipack::document_attention`, which takes the layout of documents as tensors
+(`cu_seqlens`, `ends`), so that torch.compile compiles once for all layouts. It calls the kernels behind
 `scaled_dot_product_attention` directly, forward and backward: results equal a loop over that function bit for
 bit, without an autograd node per document.
 
@@ -10,8 +10,9 @@ bit, without an autograd node per document.
             d e f         ■ ■ ■ ■ ■              grows with length · window, not with length².
             g                   ■ ■ ■
 
-Where documents share tokens (`PackedBatch.tree`), nodes are computed like documents. Then all nodes behind a node see
-its keys, in one call without a mask, and results merge by their log-sum-exps:
+Where documents share tokens (`PackedBatch.tree`), nodes are first computed like documents. Then the nodes
+behind a node see its keys, in one call without a mask (with a window, in a call for each node behind it), and
+results merge by their log-sum-exps:
 
     p p p ─┬─ a a         p p p │ a a │ b           queries a a b see keys p p p
            └─ b
@@ -47,8 +48,9 @@ from multipack.ops.attention.runs import (
 from multipack.ops.autocast import at_least_float32
 
 FLOAT32_TOKENS = 512
-"""On a CPU, half-precision documents of at most this number of tokens are computed in float32: more exact, and faster
-than bfloat16 (2.1 × at 64 tokens, 1.3 × at 200, equal at 500; benchmarks/precision.py)."""
+"""On a CPU, half-precision documents (with a window: tiles) of at most this number of keys are computed in
+float32: more exact, and faster than bfloat16 (2.1 × at 64 tokens, 1.3 × at 200, equal at 500;
+benchmarks/precision.py)."""
 
 GROUPED_KERNELS = torch.__version__ >= "2.13"
 """Whether torch's CPU kernels support fewer key heads than query heads, backward too: earlier versions may read beyond
@@ -59,7 +61,8 @@ TILE_TOKENS = 128
 skipped pairs save."""
 
 PATH_TILE_TOKENS = 512
-"""Queries in a tile of a node behind others: half of the tile on the diagonal is masked, and computed in vain."""
+"""Queries in a tile of a node that sees the keys of its path, with a mask but no window: half of the tile on
+the diagonal is masked, and computed in vain."""
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -106,13 +109,13 @@ def _documents(cu_seqlens: Tensor, slots: int, causal: bool) -> Runs:
 
 
 def _tiles(q: Tensor, k: Tensor, before: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """`tiles` of a size that suits the window."""
+    """`tiles` as long as a window that hides keys, but at least `TILE_TOKENS`; else `PATH_TILE_TOKENS`."""
     size = max(window, TILE_TOKENS) if window < before + q.shape[2] else PATH_TILE_TOKENS
     return tiles(q, k, before, window, size)
 
 
 def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -> Tensor | None:
-    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent."""
+    """(queries, keys) additive mask of a tile, 0 or −∞; None for a first tile that no window limits."""
     if not before and queries.stop <= window:
         return None
     seen = tile_mask(queries, keys, before, window, like.device)
@@ -120,7 +123,7 @@ def _band(queries: slice, keys: slice, before: int, window: int, like: Tensor) -
 
 
 def _kernel_dtypes(runs: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtype in which the kernel computes each run, for inputs of `dtype`."""
+    """The dtype in which the kernel computes each run of keys, for inputs of `dtype` (`FLOAT32_TOKENS`)."""
     visible = [
         run.length if window is None else min(run.length, max(window, TILE_TOKENS) + window - 1)
         for run in runs
@@ -135,7 +138,7 @@ def _by_run(x: Tensor, runs: Sequence[Run], dtypes: Sequence[torch.dtype]) -> li
 
 
 def _untiled(q: Tensor, k: Tensor, before: int, window: int) -> bool:
-    """Whether one call of a kernel computes all queries: causally with `before` 0, else each sees all keys."""
+    """Whether one call without a mask is enough: causal if `before` is 0, else every query sees every key."""
     return window >= before + q.shape[2] and (before == 0 or before >= k.shape[2])
 
 

@@ -1,13 +1,13 @@
-"""Masks, and the kernel `dense` that uses one. All are computed from the first position that each position sees.
+"""Masks, and the kernel `dense` that uses one. All are computed from the first slot that each slot sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
-    first visible    0 0 0 3 3          position i sees first[i] … i
+    first visible    0 0 0 3 3          slot i sees first[i] … i
     with window=2    0 0 1 3 3
 
 These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
 computed on the device of `cu_seqlens`, without a synchronization.
 
-Where documents share tokens, the slots that a position sees are not a range, but the slots that see it are:
+Where documents share tokens, the slots that a slot sees are not a range, but the slots that see it are:
 
     nodes            p p p a a b        documents p p p a a and p p p b
     ends             6 6 6 5 5 6        slot i is seen from i … ends[i] − 1 (`PackedTree.ends`)
@@ -30,17 +30,17 @@ Made = TypeVar("Made")
 
 
 def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
-    """The first position that each position sees; it sees every position from there up to itself.
+    """The first slot that each slot sees; it sees every slot from there up to itself.
 
     Args:
         batch: holds the documents' bounds, `cu_seqlens`.
-        window: tokens that each position sees, itself included; None = its whole document up to itself.
+        window: tokens that each slot sees, itself included; None = its whole document up to itself.
 
     Returns:
         (T,) in the dtype of `cu_seqlens`, on its device.
 
     Raises:
-        ValueError: documents share tokens, so that a position does not see a range.
+        ValueError: documents share tokens, so that a slot does not see a range.
     """
     if batch.tree is not None:
         raise ValueError(
@@ -48,7 +48,7 @@ def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
         )
     starts = batch.cu_seqlens
     positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
-    # T, at the end of cu_seqlens, is greater than every position, so bucketize never returns it.
+    # T, at the end of cu_seqlens, is greater than every slot: bucketize finds the end of a document.
     first = starts[torch.bucketize(positions, starts, right=True) - 1]
     return first if window is None else torch.maximum(first, positions - (window - 1))
 
@@ -113,7 +113,7 @@ def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | 
 def tile_mask(rows: slice, columns: slice, before: int, window: int | None, device: torch.device) -> Tensor:
     """(queries, keys) bool: which keys of a tile (runs.py) each of its queries sees.
 
-    The first query has the position of key `before`.
+    Both slices count from the first of their run; query 0 has the position of key `before`.
     """
     queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, columns))
     distance = queries[:, None] + before - keys
@@ -131,7 +131,7 @@ def check_window(window: int | None) -> None:
 
 
 _CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Tensor → {key: result of `make`}; see `once_a_tensor`."""
+"""Tensor → {(*key, version of the tensor): result of `make`}; see `once_a_tensor`."""
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:

@@ -31,8 +31,8 @@ class Runs(NamedTuple):
     Attributes:
         queries: runs of neighboring documents with equally many queries and equally many keys.
         keys: the same documents' keys.
-        befores: position of the first query of each run among its keys; where there is no such key, every query sees
-            every key.
+        befores: position of the first query of each run among its keys, 0 for whole documents; at or beyond
+            the number of keys, every key is before every query.
     """
 
     queries: list[Run]
@@ -97,6 +97,7 @@ def path_blocks(cu_seqlens: Tensor, ends: Tensor | None, window: int | None) -> 
     if ends is None:
         return
     bounds = cu_seqlens.tolist()
+    # Empty nodes may start at T, beyond the last slot.
     behind = ends[cu_seqlens[:-1].clamp(max=len(ends) - 1)].tolist()
     path = list[tuple[int, int, int, int]]()  # earlier nodes: start, stop, end of the nodes behind, position
     for (start, stop), end in zip(pairwise(bounds), behind, strict=True):

@@ -23,7 +23,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a call that determine which kernels support it."""
+    """The properties of a call that determine which kernels support it.
+
+    Attributes:
+        device: of q, k and v.
+        dtype: of q, k and v.
+        head_width: D.
+        explicit: see `Limits.explicit`.
+        causal: see `Limits`.
+        merges: whether results merge with results over other keys.
+        compiled: whether torch.compile traces the call.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -157,7 +167,7 @@ def backend_index(backend: str, *properties: Any) -> int:
 
 
 def activated_index(backend: str, *properties: Any) -> int:
-    """`backend_index`, of a kernel that is ready to be called."""
+    """`backend_index`, after torch has activated the FlashAttention that the kernel needs."""
     from torch.nn import attention
 
     index = backend_index(backend, *properties)
