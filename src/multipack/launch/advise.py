@@ -243,9 +243,8 @@ class Advice:
             return ""
         devices, per_host = self.request.devices, self.request.devices_per_host
         start = f"multipack launch -n {devices} --ppn {per_host} --" if devices > 1 else "multipack"
-        words = (
-            word if "…" in word else shlex.quote(word) for word in self.chosen.words
-        )  # … is for the user
+        # The user replaces …, which is not quoted.
+        words = (word if "…" in word else shlex.quote(word) for word in self.chosen.words)
         return f"{start} train data=… {' '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:

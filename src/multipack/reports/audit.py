@@ -348,9 +348,8 @@ def _compare_checkpoints(run: RunDirectory, recorded: dict[int, _Recorded], foun
         try:
             state = json.loads(read_file(folder / STATE))
             step, data, marks = whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
-            done = whole(
-                data["step"] + data.get("taken", 0)
-            )  # of a stream: steps of earlier windows, and of this window
+            # Of a stream: steps of earlier windows, and of this window.
+            done = whole(data["step"] + data.get("taken", 0))
             place = whole(data.get("epoch", 0)), done
             mark, metrics = marks.get("documents"), marks["metrics"]
             agrees = mark is None or _begins_with(run.documents, mark)
