@@ -42,7 +42,7 @@ PLANNED = (
 )
 """Settings that a plan and its report depend on."""
 MOST_INTERPRETED, INTERPRETED_SECONDS = 4000, 0.4
-"""Documents up to which Python plans, and for how many CPU seconds; then the compiled planner is loaded, in 0.9 s."""
+"""Documents up to which Python plans, and its CPU seconds; then the compiled planner is loaded, in 0.9 s."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""
 

@@ -123,7 +123,7 @@ class TrainerSampler(MultipackBatchSampler):
         cfg = PluginManager.get_instance().cfg or {}
         if size := cfg.get("batch_size"):
             multiple = size // cfg["micro_batch_size"]  # accumulation steps x ranks with different documents
-            # Evaluation, which accumulates nothing, reads documents in order; so does training with a curriculum.
+            # Evaluation reads documents in order and accumulates nothing; a curriculum is in order, too.
             if not isinstance(sampler, RandomSampler) and not cfg.get("curriculum_sampling"):
                 multiple //= cfg["gradient_accumulation_steps"]
             kwargs["multiple_of"] = multiple

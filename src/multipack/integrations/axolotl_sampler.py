@@ -136,7 +136,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             # Seven bytes, which fit in int64 with either sign.
             digest = int.from_bytes(hashlib.sha256(epoch.order.tobytes()).digest()[:7], "big")
             least, low, high = least_of_ranks(len(epoch.batches), digest, -digest)
-            # One order on all ranks: the host divides its batches among them, so that fewer leave a rank without.
+            # With one order on all ranks, the host divides its batches among them: each needs one.
             is_same = low == -high
             self._check_number(0 if is_same and least < epoch.ranks else least)
             self.len_across_ranks = least
@@ -276,7 +276,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     ) -> _Epoch:
         """Divide documents in an order into `number` batches; None = as many as they fill.
 
-        `source`, `inner` and `ranks` are those of `_Epoch`. Too few documents for a batch make an epoch without one.
+        `source`, `inner` and `ranks` are those of `_Epoch`. Too few documents for a batch: an empty epoch.
 
         Raises:
             ValueError: there are too few documents for `number` batches.

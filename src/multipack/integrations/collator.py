@@ -65,7 +65,7 @@ class PackedDataCollator:
             document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
         limit: longest document; a longer one is an error. In a loop of your own use `isolation_probe(model).limit`:
-            the model rotates all documents of a row by the length of the longest, once that exceeds the limit.
+            above it, the model rotates all documents of a row by the length of the longest.
 
     Raises:
         ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
@@ -179,7 +179,7 @@ def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
-    """(tokens,) int64 tokens and labels of a document, without padding; `number` is its place in the batch."""
+    """(tokens,) int64 tokens and labels of a document, without padding; `number`: its place in the batch."""
     if not isinstance(feature, Mapping):
         raise ValueError(
             f"document {number} of the batch is {short(feature)}: it must be a mapping with input_ids"

@@ -260,7 +260,7 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), which also limits the length of a document.
         plan_options: options of the plan that the host's arguments do not decide: `window`, `balance`, `cost`.
-        probe: whether to check once, with a dozen small forward passes, that no document of a row affects another one.
+        probe: whether to check once, by a dozen small forward passes, that documents of a row do not mix.
         packed_attention: whether the model computes attention inside documents by this package's function instead of
             masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
             model's is sdpa or eager and the probe passes with ours.

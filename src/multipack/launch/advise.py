@@ -145,8 +145,8 @@ class Candidate:
     def seconds_per_pack(self) -> float:
         """Estimated seconds of a step over its packs, to rank candidates.
 
-        Data-parallel and pipeline communication overlaps with computation, except broadcasts. Mean FLOPs of a pack,
-        recomputation included, are divided evenly over the ranks of a replica, then raised by what these wait.
+        Data-parallel and pipeline communication overlaps with computation, except broadcasts. Mean FLOPs of a
+        pack, recomputation included, are divided evenly over a replica's ranks, and raised by their waits.
         """
         request, work = self.request, self.work
         flops, within_host, between_hosts = request.speeds
@@ -178,7 +178,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Sort key, simplest first: family, offload, number of axes, place in `DATA_STRATEGIES`, interleaved or not."""
+        """Sort key, simplest first: family, offload, axes, row in `DATA_STRATEGIES`, whether interleaved."""
         config = self.config
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = list(DATA_STRATEGIES).index(config.data)
@@ -219,8 +219,8 @@ class Advice:
         request: the model and the devices.
         path: (question, answer) pairs; the last answer names the recommendation.
         chosen: the recommended candidate; None if nothing fits.
-        rows: candidates to compare: all of ddp and zero, and the best one of each other family; on one device also all
-            with offload.
+        rows: candidates to compare: all of ddp and zero, and the best one of each other family; on one device
+            also all with offload.
     """
 
     request: AdviseRequest
@@ -230,7 +230,7 @@ class Advice:
 
     @cached_property
     def context(self) -> tuple[int, list[ContextMeasure]]:
-        """Context ranks of the first row that has some (otherwise at most 8), and measures of all methods on them."""
+        """Context ranks of the first row with some (otherwise at most 8), and measures of all methods."""
         found = (row.config for row in self.rows if row.config.context > 1)
         ranks = math.gcd(self.request.devices, 8)
         config = next(found, with_link(ParallelConfig(context=ranks), self.request))
@@ -287,8 +287,8 @@ def advise(request: AdviseRequest) -> Advice:
         if chosen is None:
             tries[question] = list(made(request))
             chosen = _simplest(tries[question])
-    # Offload waits for transfers to the host, which estimated times omit: compared if no candidate trains all weights
-    # on the device, recommended only if nothing else fits.
+    # Offload waits for transfers to the host, which estimated times omit: compared if no candidate trains all
+    # weights on the device, recommended only if nothing else fits.
     if resident != everything and (chosen is None or tries["adapters"]):
         tries["offload"] = everything
         chosen = chosen or _simplest(everything)

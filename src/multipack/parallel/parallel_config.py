@@ -174,7 +174,7 @@ class ParallelConfig:
         return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:
-        """How context ranks place packs, for elements of `size` bytes; None with ulysses, or costs without a shape."""
+        """How context ranks place packs, with elements of `size` bytes; None: ulysses, or cost without shape."""
         if self.context_method == "ulysses" or cost.shape is None:
             return None
         from multipack.planning.placement import Placing, Prices  # imports numba: settings are read without

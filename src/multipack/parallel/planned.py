@@ -96,7 +96,7 @@ class Schedule(Movable):
         # Of an own piece its first row; of a document its range of pieces, which are in the order of tokens.
         place = dict(zip(own.tolist(), offsets_of(sizes[own])[:-1].tolist(), strict=True))
         bounds = np.searchsorted(placement.document, np.arange(len(placement.lengths) + 1))
-        # Pieces sent to, and received from, each rank; of each divided document, the pieces before the rank's last one.
+        # Pieces sent to and received from each rank; of a divided document, those before the rank's last.
         to = [list[int]() for _ in range(placement.ranks)]
         source = [list[int]() for _ in range(placement.ranks)]
         prefixes = list[list[int]]()

@@ -65,8 +65,8 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     Args:
         model: a model on the meta device, or with equal values on all ranks.
         mesh: one-dimensional mesh of the ranks.
-        plan: pattern of a module's name → its kind, a key of `_KINDS`; `*` matches one part of a name. The first match
-            counts, and patterns may match nothing.
+        plan: pattern of a module's name → its kind, a key of `_KINDS`; `*` matches one part of a name. The
+            first match counts, and patterns may match nothing.
 
     Raises:
         ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
@@ -135,7 +135,7 @@ class _ColumnLinear(_TensorParallel, LoraLinear):
 
 
 class _SharedHeadLinear(_TensorParallel, LoraLinear):
-    """Fewer heads than ranks: every rank has the whole matrices and computes one head, that of its queries."""
+    """Fewer heads than ranks: every rank has the whole matrices and computes one head, its queries'."""
 
     placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b", "magnitude"), Replicate())
     heads: int
@@ -243,11 +243,11 @@ _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
 }
 """Kind → divided types. A module gets the first type that takes its class, see `_undivided`.
 
-`heads` is `column` for matrices of keys and values; with fewer heads than ranks it gets `_SharedHeadLinear`."""
+`heads` is `column` for keys and values; with fewer heads than ranks it gets `_SharedHeadLinear`."""
 
 
 def _undivided(divided_type: type[_TensorParallel]) -> tuple[Any, ...]:
-    """The classes whose modules a type takes, unless they override `forward`: its base, for LoraLinear also Linear."""
+    """Classes that a type takes, unless `forward` is overridden: its base, for LoraLinear also Linear."""
     base = divided_type.__bases__[1]
     return (base, nn.Linear) if base is LoraLinear else (base,)
 

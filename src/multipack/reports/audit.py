@@ -293,7 +293,7 @@ def _repeated(documents: Integers, twice: Integers) -> Integers:
 
 
 def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers, int]:
-    """Documents below `total` that occur less than 1 + n times, if n times in `twice`: some, and how many they are."""
+    """Documents below `total` that occur less than 1 + n times, if n times in `twice`: some, and how many."""
     values, counts = np.unique(documents, return_counts=True)
     inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
     widths = np.diff(inside) - 1

@@ -170,7 +170,7 @@ def _draw_measures(figure: Any, view: dict[str, Any]) -> None:
 
 
 def _draw_dial(axes: Any, dial: dict[str, Any]) -> None:
-    """A half circle from 0 (left) to 1, filled to the value, with a line at the ceiling; see `plan_view._dials`."""
+    """A half circle from 0 (left) to 1, filled to the value, with a line at the ceiling."""
 
     def arc(start: float, stop: float) -> tuple[Any, Any]:
         angles = np.pi * (1 - np.linspace(start, stop, 60))

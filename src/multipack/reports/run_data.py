@@ -121,7 +121,7 @@ class Columns:
 
 @dataclass
 class CheckpointFolder:
-    """A checkpoint's name, step, bytes and time of completion (UTC); `remark` names pointers to it, or `incomplete`."""
+    """A checkpoint's name, step, bytes, time of completion (UTC), and pointers to it or `incomplete`."""
 
     name: str
     step: int

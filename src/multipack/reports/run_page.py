@@ -168,7 +168,7 @@ def run_names(found: Sequence[RunData]) -> list[str]:
 
 
 def means(values: list[float], width: int, last: bool) -> list[float]:
-    """Means of groups of `width` neighboring values, without NaN; with `last`, the last value of each group."""
+    """Means of groups of `width` values, without NaN; with `last`, the last value of each group."""
     if width == 1:
         return values
     groups = [values[start : start + width] for start in range(0, len(values), width)]
@@ -243,7 +243,7 @@ def time_shares(steps: Columns) -> dict[str, float]:
 
 
 def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
-    """What padding would have cost: bars of slots and tokens (packed, padded), and sentences; both may be empty."""
+    """What padding would have cost: bars (packed, padded), and sentences; both may be empty."""
     share, size = finite(found.start.get("padded_share")), finite(found.start.get("padded_batch_size"))
     tokens, seconds = tokens_and_seconds(found.steps)
     if not (0 < share <= 1 and size >= 1 and tokens):

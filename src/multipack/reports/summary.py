@@ -107,7 +107,7 @@ def report_rows(
 
 
 def _filled(report: PlanReport) -> str:
-    """Return the words after the packing efficiency, which is above 1 where documents share tokens: no share then."""
+    """Return the words after the efficiency, which is above 1, and no share, where documents share tokens."""
     return "real tokens over slots" if report.slots < report.tokens else "of the slots hold tokens"
 
 
