@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", "recompute", "parallelism"]
-"""Numbers are aligned to the right of their column's name; spaces make room for them."""
+"""Numbers are aligned to the right of their column's name; spaces make room for them.
+
+`copies` includes gathered parameters, `saved` what the loss saves, and `peak` temporary tensors, too."""
 
 
 def advise(

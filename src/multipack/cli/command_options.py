@@ -32,7 +32,7 @@ def argument(name: str, text: str) -> Any:
 
 
 def settings_argument(name: str, text: str) -> Any:
-    """Return the argument `words`, which is read before the option --settings, whose search it holds."""
+    """Return the argument `words`; it is eager, because the option --settings searches for its words."""
     return typer.Argument(metavar=name, help=text, show_default=False, is_eager=True)
 
 
@@ -46,9 +46,8 @@ def fail(message: str | BaseException, code: int, one_line: bool = True) -> NoRe
     from multipack.parallel.ranks import find_ranks, is_reported, print_error
 
     error = message if isinstance(message, BaseException) else ValueError(message)
-    if file := os.environ.get(
-        "TORCHELASTIC_ERROR_FILE"
-    ):  # torchrun's report of failed ranks ends with its content
+    # torchrun's report of failed ranks ends with the content of this file.
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": text}))

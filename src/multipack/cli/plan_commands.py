@@ -42,7 +42,7 @@ PLANNED = (
 )
 """Settings that a plan and its report depend on."""
 MOST_INTERPRETED, INTERPRETED_SECONDS = 4000, 0.4
-"""Documents up to which Python plans, and for how long, before the compiled planner is loaded, which takes 0.9 s."""
+"""Documents up to which Python plans, and its CPU seconds; then the compiled planner is loaded, in 0.9 s."""
 CONTEXT_PACKS = 64
 """Packs on which methods of context parallelism are compared, at most."""
 
@@ -111,11 +111,11 @@ class Planned(NamedTuple):
 
     name: str
     lengths: NDArray[np.int64] | Items
-    """Items of documents that share their beginnings have their own targets and weights."""
+    """`Items`, of documents that share their beginnings, hold targets and weights themselves."""
     targets: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
     cut: int = 0
-    """Number of documents that were divided."""
+    """Number of documents that were truncated or split."""
     rows: tuple[tuple[str, str], ...] = ()
     """Rows of text on the documents that are left out."""
 
@@ -132,7 +132,7 @@ class Made(NamedTuple):
 
 
 def _documents(path: Path | None, command: PlanCommand, console: Console) -> Planned:
-    """The documents of the configuration, or the lengths in a file."""
+    """The lengths in a file; without one (None) the documents of the configuration, which are tokenized."""
     if path is not None:
         from multipack.data.views.stored_lengths import read_lengths
 
@@ -207,9 +207,9 @@ def _print(console: Console, made: Made, source: Planned, command: PlanCommand, 
 
 
 def _context(planned: Plan, command: PlanCommand) -> list[ContextMeasure]:
-    """Methods of context parallelism on evenly spaced packs; none for one rank, or a cost without a shape.
+    """Methods of context parallelism on evenly spaced packs; empty for one rank, or a cost without a shape.
 
-    None for items of several documents either: only Ulysses computes them.
+    Empty for documents that share their beginnings, too: only Ulysses computes them.
     """
     from multipack.planning.placement import Placing, Prices
     from multipack.planning.placement_report import measure_context

@@ -166,7 +166,7 @@ def _shape_values(path: str) -> dict[str, Any]:
 
 
 def _training_command(settings: Sequence[str], command: PlanCommand) -> str:
-    """The shell command that trains with a plan's settings; its model is another setting."""
+    """The shell command that trains with a plan's settings, without the decoder whose cost is planned."""
     known = {each.name for each in fields(Config)} - {"model"} | {"config"}
     pairs = [translate(*split(word)) for word in settings]
     words = [

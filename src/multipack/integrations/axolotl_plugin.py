@@ -80,7 +80,7 @@ def check_settings(data: Mapping[str, Any]) -> None:
     Raises:
         ValueError: an unknown key, a value of another type, or settings that do not go together.
     """
-    known = {*MultipackArgs.model_fields, "multipack_real_batches"}
+    known = {*MultipackArgs.model_fields, "multipack_real_batches"}  # the last is a key of Axolotl
     for key in map(str, data):
         if key.startswith("multipack") and key not in known:
             near = difflib.get_close_matches(key, known, 1, cutoff=0) or [""]
@@ -123,6 +123,7 @@ class TrainerSampler(MultipackBatchSampler):
         cfg = PluginManager.get_instance().cfg or {}
         if size := cfg.get("batch_size"):
             multiple = size // cfg["micro_batch_size"]  # accumulation steps x ranks with different documents
+            # Evaluation reads documents in order and accumulates nothing; a curriculum is in order, too.
             if not isinstance(sampler, RandomSampler) and not cfg.get("curriculum_sampling"):
                 multiple //= cfg["gradient_accumulation_steps"]
             kwargs["multiple_of"] = multiple
@@ -287,6 +288,9 @@ class SamplerCheck(TrainerCallback):
     """Checks that the trainer reads this package's sampler, and begins its epochs.
 
     The check reads the order of epoch 0; `on_epoch_begin` keeps a run that resumes in a later epoch from repeating it.
+
+    Args:
+        cut: whether `max_steps` ends the run, so that Axolotl's number of steps is not compared.
     """
 
     def __init__(self, cut: bool) -> None:
@@ -294,7 +298,7 @@ class SamplerCheck(TrainerCallback):
         self.sampler: MultipackBatchSampler | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the sampler, and compare the number of steps that Axolotl has promised.
+        """Find the sampler, and compare its number of steps with the one that Axolotl counted.
 
         Raises:
             RuntimeError: the trainer has another sampler, or another number of steps.

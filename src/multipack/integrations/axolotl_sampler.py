@@ -44,7 +44,7 @@ STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
 """Keys of a saved state, in addition to its identity."""
 
 MOST_BINS = 256
-"""Maximum number of bins planned together: with more, bins are hardly fuller and planning time grows superlinearly."""
+"""Most bins planned together: with more, bins are hardly fuller, and planning time grows superlinearly."""
 
 
 class MultipackBatchSampler(HostSampler, BatchSampler):
@@ -133,9 +133,11 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         """
         if self.len_across_ranks is None:
             epoch = self._current()
+            # Seven bytes, which fit in int64 with either sign.
             digest = int.from_bytes(hashlib.sha256(epoch.order.tobytes()).digest()[:7], "big")
             least, low, high = least_of_ranks(len(epoch.batches), digest, -digest)
-            is_same = low == -high  # on all ranks: the host gives each rank a share of the batches
+            # With one order on all ranks, the host divides its batches among them: each needs one.
+            is_same = low == -high
             self._check_number(0 if is_same and least < epoch.ranks else least)
             self.len_across_ranks = least
         return self.len_across_ranks
@@ -273,6 +275,8 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         self, order: Integers, source: Any, inner: Mapping[str, Any], ranks: int, number: int | None
     ) -> _Epoch:
         """Divide documents in an order into `number` batches; None = as many as they fill.
+
+        `source`, `inner` and `ranks` are those of `_Epoch`. Too few documents for a batch: an empty epoch.
 
         Raises:
             ValueError: there are too few documents for `number` batches.

@@ -42,7 +42,7 @@ Mask = Literal["additive", "boolean"]
 COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")
 """Columns of a data set that the collator reads; others are ignored."""
 
-_ROWS = 10_000  # rows whose lengths are read at a time
+_ROWS = 10_000  # documents whose lengths are read at a time
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PackedDataCollator:
             document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
         limit: longest document; a longer one is an error. In a loop of your own use `isolation_probe(model).limit`:
-            the model would rotate all documents of a row by the length of a longer document.
+            above it, the model rotates all documents of a row by the length of the longest.
 
     Raises:
         ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
@@ -179,7 +179,7 @@ def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
-    """Tokens and labels of a document, without padding; `number` counts in the batch, for messages."""
+    """(tokens,) int64 tokens and labels of a document, without padding; `number`: its place in the batch."""
     if not isinstance(feature, Mapping):
         raise ValueError(
             f"document {number} of the batch is {short(feature)}: it must be a mapping with input_ids"

@@ -155,7 +155,7 @@ def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> str:
 
 
 def _target_counts(dataset: Any, lengths: NDArray[np.int64]) -> Iterator[int]:
-    """Targets of each document."""
+    """Targets of each document; 1 for one that cannot be read."""
     names = getattr(dataset, "column_names", None)
     if names is not None and not set(COLUMNS[1:]) & set(names):
         yield from np.maximum(lengths - 1, 0)

@@ -94,6 +94,7 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
     data_collator: Any
     capacity: int
     plan_options: dict[str, Any]
+    # (data set, its lengths) of each data set that was read.
     _known_lengths: tuple[tuple[Any, NDArray[np.int64]], ...] = ()
 
     def get_train_dataloader(self) -> RankLoader:
@@ -194,8 +195,8 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
 class PackedLoss(_HOST):  # type: ignore[misc]
     """The number of targets of a step, and the loss of an evaluation as the mean over all of its targets."""
 
-    _noise: float | None
-    _evaluated: torch.Tensor
+    _noise: float | None  # the host's neftune_noise_alpha
+    _evaluated: torch.Tensor  # (2,) summed loss and number of targets of this rank's evaluation
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *device: Any) -> Any:
         """The rows of a step and their number of targets, as the host counts them.
@@ -259,7 +260,7 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), which also limits the length of a document.
         plan_options: options of the plan that the host's arguments do not decide: `window`, `balance`, `cost`.
-        probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
+        probe: whether to check once, by a dozen small forward passes, that documents of a row do not mix.
         packed_attention: whether the model computes attention inside documents by this package's function instead of
             masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
             model's is sdpa or eager and the probe passes with ours.

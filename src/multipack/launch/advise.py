@@ -50,7 +50,7 @@ GIB = 2**30
 CLOSE = 0.9
 """A simpler candidate is preferred if it reaches this share of the fastest candidate's estimated speed."""
 MIN_SLOTS_PER_RANK = 512
-"""Minimum number of slots per rank when context parallelism divides a pack."""
+"""Least slots of a pack on a context rank, and of a smaller pack."""
 QUESTIONS = {
     "ddp": "Does the model fit on one device?",
     "packs": "Do smaller packs fit (the longest document must fit into one)?",
@@ -143,9 +143,10 @@ class Candidate:
 
     @cached_property
     def seconds_per_pack(self) -> float:
-        """Estimated seconds per pack, to rank candidates.
+        """Estimated seconds of a step over its packs, to rank candidates.
 
-        Data-parallel and pipeline communication overlaps with computation, except broadcasts.
+        Data-parallel and pipeline communication overlaps with computation, except broadcasts. Mean FLOPs of a
+        pack, recomputation included, are divided evenly over a replica's ranks, and raised by their waits.
         """
         request, work = self.request, self.work
         flops, within_host, between_hosts = request.speeds
@@ -177,7 +178,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Sort key, simplest first: family, offload, number of axes, stage of ZeRO, non-default methods of an axis."""
+        """Sort key, simplest first: family, offload, axes, row in `DATA_STRATEGIES`, whether interleaved."""
         config = self.config
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = list(DATA_STRATEGIES).index(config.data)
@@ -218,7 +219,8 @@ class Advice:
         request: the model and the devices.
         path: (question, answer) pairs; the last answer names the recommendation.
         chosen: the recommended candidate; None if nothing fits.
-        rows: candidates to compare: all of ddp and zero, and the best one of each other family.
+        rows: candidates to compare: all of ddp and zero, and the best one of each other family; on one device
+            also all with offload.
     """
 
     request: AdviseRequest
@@ -228,7 +230,7 @@ class Advice:
 
     @cached_property
     def context(self) -> tuple[int, list[ContextMeasure]]:
-        """Context ranks of the first row that has some (otherwise at most 8), and all methods on them."""
+        """Context ranks of the first row with some (otherwise at most 8), and measures of all methods."""
         found = (row.config for row in self.rows if row.config.context > 1)
         ranks = math.gcd(self.request.devices, 8)
         config = next(found, with_link(ParallelConfig(context=ranks), self.request))
@@ -241,9 +243,8 @@ class Advice:
             return ""
         devices, per_host = self.request.devices, self.request.devices_per_host
         start = f"multipack launch -n {devices} --ppn {per_host} --" if devices > 1 else "multipack"
-        words = (
-            word if "…" in word else shlex.quote(word) for word in self.chosen.words
-        )  # … is for the user
+        # The user replaces …, which is not quoted.
+        words = (word if "…" in word else shlex.quote(word) for word in self.chosen.words)
         return f"{start} train data=… {' '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,6 +279,7 @@ def advise(request: AdviseRequest) -> Advice:
         everything += smaller_packs(request)
     resident = _resident(everything)
     tries = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
+    # Smaller packs are candidates of another request, with the family of ddp.
     tries["packs"] = [each for each in tries["ddp"] if each.request is not request]
     tries["ddp"] = [each for each in tries["ddp"] if each.request is request]
     chosen = _simplest(resident)
@@ -285,7 +287,8 @@ def advise(request: AdviseRequest) -> Advice:
         if chosen is None:
             tries[question] = list(made(request))
             chosen = _simplest(tries[question])
-    # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
+    # Offload waits for transfers to the host, which estimated times omit: compared if no candidate trains all
+    # weights on the device, recommended only if nothing else fits.
     if resident != everything and (chosen is None or tries["adapters"]):
         tries["offload"] = everything
         chosen = chosen or _simplest(everything)

@@ -54,6 +54,7 @@ def with_link(config: ParallelConfig, request: AdviseRequest) -> ParallelConfig:
     inside = request.devices_per_host % reach == 0 or request.devices == request.devices_per_host
     price = float(f"{flops / (within_host if inside else between_hosts):.2g}")
     usual = ParallelConfig().context_flops_per_byte
+    # The default if it is close: then it is no word of the command.
     close = abs(price / usual - 1) < 0.1
     return replace(config.resolved(request.model), context_flops_per_byte=usual if close else price)
 

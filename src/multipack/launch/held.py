@@ -35,7 +35,7 @@ class Held:
         frozen: other elements in float32, without gradients.
         products: elements of frozen linear layers, in the dtype of matrix products.
         quantized: bytes of quantized matrices.
-        adapted_ranks, adapted_inputs, adapted_outputs: sums over adapted matrices.
+        adapted_ranks, adapted_inputs, adapted_outputs: sums of r, inputs and outputs over adapted matrices.
     """
 
     trained: float = 0
@@ -63,7 +63,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter on a rank: its module, its own name, its dtype and shape, and whether it is trained."""
+    """A parameter on a rank: its module, whether that is a Linear, and its name there."""
 
     module: str
     is_linear: bool

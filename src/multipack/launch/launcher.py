@@ -48,7 +48,7 @@ class LaunchRequest:
     address: str = ""
     port: int = 0
     node_rank: int = -1
-    """Index of this host, 0 … nodes − 1, when launch runs on each host separately."""
+    """Index of this host, 0 … nodes − 1, where launch runs on each host; −1 = it runs once."""
     flags: Sequence[str] = ()
     python: str = sys.executable
     """The interpreter, at the same path on every host."""
@@ -160,7 +160,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 
 
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
-    """The program to run: the requested or default launcher; for torchrun on other hosts, one that starts it there."""
+    """The program that starts processes; for torchrun on other hosts, one that reaches them."""
     wanted, available = request.launcher, allocation.launchers
     if wanted not in ("auto", "torchrun"):
         if request.max_restarts:

@@ -48,7 +48,7 @@ class Memory:
     Attributes:
         parameters, gradients: in float32, or this rank's shards.
         optimizer: state of the optimizer, without step counters.
-        gathered: whole parameters gathered from shards.
+        gathered: whole parameters gathered from shards; 0 without FSDP2.
         copies: parameters that autocast casts to the dtype of products.
         activations: tensors saved by blocks, embedding and last norm for all micro-batches in flight.
         loss: tensors saved by the loss: gradients of the hidden states and of the output matrix.
@@ -80,7 +80,7 @@ class Workload:
     Attributes:
         shape, config, world_size: the decoder with its vocabulary, its parallelism, and the number of ranks.
         tokens: slots of a pack.
-        dtype, recompute: dtype of matrix products, and activation checkpointing.
+        dtype, recompute, adapter: dtype of matrix products, activation checkpointing, and adapters.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
         placed: measure of context ranks on packs; None = one document fills each pack, and is placed by cost unless
@@ -270,7 +270,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
 
 
 def _temporaries(work: Workload, block: Held, outside: Held) -> tuple[int, int]:
-    """Return the temporary bytes of the loss, and of the backward pass of a block, in addition to saved tensors.
+    """Return (loss, backward pass of a block): temporary bytes in addition to saved tensors.
 
     Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix; on a CPU,
     log-softmax of half-precision logits makes a float32 copy of them.

@@ -99,9 +99,11 @@ def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ulysses = config.resolved(shape).context_method == "ulysses"
     calls, reach = work.micro_batches * part.layers / shape.layers, ranks * config.tensor
     exchanged = placed.exchanged if placed else float(ulysses)
+    # One document: the rank with its middle sends all its tokens to all others, and needs half of theirs.
     all_others = slots * (ranks - 1)
     sent, received = (placed.sent, placed.received) if placed else (all_others, all_others / 2)
     if exchanged:
+        # `token_bytes` leaves out what stays, as `Traffic.sent` does. Recomputing repeats the forward half.
         each = token_bytes(shape, ranks, config.tensor, work.product) * ranks / (ranks - 1)
         times = exchanged * slots * (1.5 if again else 1)
         yield Traffic("context", "all_to_all", ranks, reach, round(calls * times * each))

@@ -40,7 +40,7 @@ Share = Callable[[Any], Any]
 """A pack → this rank's part of it, under context parallelism."""
 INITIAL_SCALE = 65536.0
 GROWTH_STEPS = 2000
-"""Steps without overflow after which the scale of losses in fp16 doubles."""
+"""Steps without overflow after which the scale of fp16 losses doubles; both numbers are `GradScaler`'s."""
 
 
 def whole_pack(batch: Any) -> Any:
@@ -106,10 +106,10 @@ class StepResult:
 
     @property
     def synchronizing_seconds(self) -> float:
-        """Time of the last backward pass beyond its forward time × the other passes' ratio of backward to forward time.
+        """Time of the last backward pass beyond the pace of the others; NaN with one micro-batch.
 
-        Where only the last pass synchronizes gradients, this is the communication that computing did not hide; NaN with
-        one micro-batch.
+        The pace is the others' ratio of backward to forward time, times the last forward time. Where only the
+        last pass synchronizes gradients, the rest is the communication that computing did not hide.
         """
         forward, backward = (
             [self.clock.seconds(*marks) for marks in passes] for passes in (self.forward, self.backward)
@@ -122,9 +122,9 @@ class StepResult:
 class LossScaler:
     """Factor of losses in fp16, so that small gradients stay nonzero while they are computed; 1 unless `enabled`.
 
-    A step whose gradient overflows is skipped and the scale halved; after 2,000 steps without overflow it doubles
-    (Micikevicius et al. 2018, arXiv:1710.03740). It is the same on every rank, because overflow is decided by the
-    global gradient norm.
+    A step whose gradient overflows is skipped and the scale halved; after `GROWTH_STEPS` without overflow it
+    doubles (Micikevicius et al. 2018, arXiv:1710.03740). It is the same on every rank, because overflow is
+    decided by the global gradient norm.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -158,10 +158,10 @@ class LossScaler:
 
 
 class Engine(Protocol):
-    """The interface between training and a model on several ranks; `ModelEngine` is the first, and documents it.
+    """The interface between training and a model on several ranks; `ModelEngine` documents its members.
 
     Another engine may clip inside `step`, and hold its state in other tensors, if `state` has the names of parameters
-    and pieces that any mesh can read. See `ModelEngine` for the attributes.
+    and pieces that any mesh can read.
     """
 
     mesh: Mesh
@@ -197,7 +197,7 @@ class Engine(Protocol):
         """Squared norm of each of the model's tensors; collective."""
 
     def clip(self, max_norm: float) -> float:
-        """`clip_on_device`, read on the host; says whether fp16 overflowed."""
+        """`clip_on_device`, read on the host; sets `overflowed`."""
 
     def clip_on_device(self, max_norm: float) -> Tensor:
         """The global norm of the gradient, which is clipped to `max_norm` (0 = not); collective."""

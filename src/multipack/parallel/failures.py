@@ -35,9 +35,9 @@ import torch.distributed as dist
 from multipack.parallel.ranks import is_reported, mark_reported, print_error
 
 INTERVAL_SECONDS = 1.0
-"""Time between heartbeats of a rank. More than a thousand ranks share the store, and wait longer in proportion."""
+"""Time between heartbeats of a rank; above 1,000 ranks, which share one store, it grows in proportion."""
 GRACE_SECONDS = 6.0
-"""Time that ranks whose collective failed wait for each other's reports; more than a thousand ranks wait longer."""
+"""Time that ranks whose collective failed wait for each other's reports; it grows as the interval."""
 # A rank that hangs is named after two waits. Under nccl both must end before the timeout, at which torch's watchdog
 # aborts the process and names no rank. Under gloo the error of the collective comes first, at the timeout.
 PATIENCE = {"blocks": 0.45, "raises": 1.0}
@@ -89,7 +89,7 @@ class Alone:
     """The place of a rank in its run. A run of one process needs no more.
 
     Attributes:
-        place: number of the step, number of the step's stage, the stage in words.
+        place: step, number of its stage, and the stage in words; (0, 0, "") before the first step.
     """
 
     place: tuple[int, int, str] = (0, 0, "")
@@ -140,7 +140,7 @@ class Watch(Alone):
     def report(self, error: BaseException, one_line: bool | None = None) -> BaseException:
         """Report an error of this rank to the store, and print it unless another rank prints the same message.
 
-        Waits for the reports of other ranks, up to 8 seconds. An error that was reported before is returned.
+        Waits for the reports of other ranks, up to `GRACE_SECONDS` + 2. An error reported before is returned.
 
         Args:
             error: an error of this rank.
@@ -174,7 +174,7 @@ class Watch(Alone):
         return error, first != message and _same(first, message)
 
     def _find(self, key: str, error: BaseException) -> str:
-        """The message of the first failure; without one, which ranks did not report that they failed too."""
+        """The message of the first failure; without one, a message on the ranks that sent no report."""
         is_late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         self._store.append(f"{key}/reports", f"{self._rank} {'late' if is_late else 'closed'}\n")
         before, began = self._heartbeats(), time.monotonic()
@@ -267,7 +267,7 @@ class Watch(Alone):
                     self._beats[rank] = beat, now
             silent = [now - self._beats[rank][1] for rank in range(self._size)]
             lost, at = [rank for rank, seconds in enumerate(silent) if seconds > patience], self._at
-            # The last heartbeat of a rank that was killed may be from an earlier place.
+            # While all ranks send heartbeats: the last one of a killed rank may be from an earlier place.
             if self._blocks and waited > 2 * patience and max(silent) < patience / 2:
                 places = [json.loads(beat)[1:] for beat in beats]
                 last = min(places)

@@ -174,14 +174,14 @@ class ParallelConfig:
         return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:
-        """How context ranks place packs, for elements of `size` bytes; None with ulysses."""
+        """How context ranks place packs, with elements of `size` bytes; None: ulysses, or cost without shape."""
         if self.context_method == "ulysses" or cost.shape is None:
             return None
         from multipack.planning.placement import Placing, Prices  # imports numba: settings are read without
 
         prices = Prices.of(cost.shape, self.context, self.tensor, self.context_flops_per_byte, size)
         if self.context_method == "planned":
-            prices = replace(prices, token=None)
+            prices = replace(prices, token=None)  # then no pack exchanges heads for tokens
         return Placing(cost, self.context, prices, self.tensor, self.context_slack)
 
     def data_size(self, world_size: int) -> int:

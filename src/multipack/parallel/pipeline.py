@@ -96,7 +96,7 @@ class PipelineEngine(ModelEngine):
         self._schedule: Schedule = schedule
         self._micro_batches = micro_batches
         self._width, self._hidden_dtype = width, hidden_dtype
-        self._slots = 0  # of every pack, known after the first
+        self._slots = 0  # of every pack before ranks divide its tokens; known after the first step
         self._training: ScheduleRunner | None = None
         self._holders = _shared_parameters(self._stages, ranks, self._group)
         duplicates = [name for name, holders in self._holders.items() if holders[0] != self._rank]
@@ -320,6 +320,7 @@ class Stage(PipelineStage):
             group=group,
         )
         self._runner: ScheduleRunner = weakref.proxy(runner)  # no cycle: buffers are freed with the runner
+        # Buffers of a stage; micro-batch i receives into buffer i mod their number.
         self._receives = total - number if bounded else runner.count
         self._receives_gradients = 2 if bounded else runner.count
 
@@ -368,5 +369,5 @@ class Stage(PipelineStage):
         result = super()._prepare_backward_infra(made, *args, **kwargs)
         for number in range(made, num_microbatches):
             self.grad_recv_info[number] = self.grad_recv_info[number % made]
-        self.chunks = num_microbatches
+        self.chunks = num_microbatches  # torch has set `made`
         return result

@@ -93,8 +93,10 @@ class Schedule(Movable):
         """
         own = np.flatnonzero(placement.rank == rank)
         sizes = placement.sizes
+        # Of an own piece its first row; of a document its range of pieces, which are in the order of tokens.
         place = dict(zip(own.tolist(), offsets_of(sizes[own])[:-1].tolist(), strict=True))
         bounds = np.searchsorted(placement.document, np.arange(len(placement.lengths) + 1))
+        # Pieces sent to and received from each rank; of a divided document, those before the rank's last.
         to = [list[int]() for _ in range(placement.ranks)]
         source = [list[int]() for _ in range(placement.ranks)]
         prefixes = list[list[int]]()
@@ -102,7 +104,7 @@ class Schedule(Movable):
             pieces = range(bounds[document], bounds[document + 1])
             if len(pieces) == 1:
                 continue
-            last = {int(placement.rank[piece]): piece for piece in pieces}  # pieces are in order
+            last = {int(placement.rank[piece]): piece for piece in pieces}  # a rank needs all keys before it
             for piece in pieces:
                 owner = int(placement.rank[piece])
                 if owner == rank:
@@ -116,7 +118,7 @@ class Schedule(Movable):
         arriving = [*kept, *(piece for pieces in source for piece in pieces)]
         begins = dict(zip(arriving, offsets_of(sizes[arriving])[:-1].tolist(), strict=True))
         blocks, first = list[KeyBlock](), 0
-        for prefix in prefixes:
+        for prefix in prefixes:  # keys first … stop − 1 of `order` are those before a piece
             stop = first
             for piece in [*prefix, *(prefix[-1:] and [prefix[-1] + 1])]:  # and the rank's last piece
                 if piece in place and stop > first:
@@ -158,7 +160,7 @@ def exchange_rows(
         received, sent, list(received_sizes), list(sent_sizes), group=group, async_op=True
     )
 
-    def wait() -> None:
+    def wait() -> None:  # holds what is sent until then: its memory must not be used for something else
         work.wait()
         del sent_until_then[:]
 

@@ -98,7 +98,7 @@ class ScatteredLoader(PackedLoader):
 
     def _items(self) -> Iterator[Item]:
         for _ in self.sampler:
-            _, step, micro_batch = position = self.sampler.position
+            _, step, micro_batch = position = self.sampler.position  # after this pack
             yield self._round(step * self.sampler.micro_batches + micro_batch - 1), position
 
     def _round(self, pack: int) -> PackedBatch:

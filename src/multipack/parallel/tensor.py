@@ -65,8 +65,8 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     Args:
         model: a model on the meta device, or with equal values on all ranks.
         mesh: one-dimensional mesh of the ranks.
-        plan: pattern of a module's name → `column`, `heads`, `row`, `vocabulary`, `positions`, `norm` or `gathers`; `*`
-            matches one part of a name. Patterns may match nothing.
+        plan: pattern of a module's name → its kind, a key of `_KINDS`; `*` matches one part of a name. The
+            first match counts, and patterns may match nothing.
 
     Raises:
         ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
@@ -135,13 +135,13 @@ class _ColumnLinear(_TensorParallel, LoraLinear):
 
 
 class _SharedHeadLinear(_TensorParallel, LoraLinear):
-    """Fewer heads than ranks: every rank has the whole matrices and computes the head of its queries."""
+    """Fewer heads than ranks: every rank has the whole matrices and computes one head, its queries'."""
 
     placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b", "magnitude"), Replicate())
     heads: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, d) → (T, D)."""
+        """(T, d) → (T, D), of D elements in a head."""
         own, (weight, bias, a, b, magnitude) = _head_rows(self), _pieces(self)
         a, bias, b, magnitude = (_shared(each, self.group) for each in (a, bias, b, magnitude))
         bias, b, magnitude = (None if each is None else each[own] for each in (bias, b, magnitude))
@@ -242,11 +242,12 @@ _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
     "gathers": (),
 }
 """Kind → divided types. A module gets the first type that takes its class, see `_undivided`.
-With fewer heads than ranks, `heads` gets `_SharedHeadLinear`."""
+
+`heads` is `column` for keys and values; with fewer heads than ranks it gets `_SharedHeadLinear`."""
 
 
 def _undivided(divided_type: type[_TensorParallel]) -> tuple[Any, ...]:
-    """The classes that a type divides, if `forward` is theirs: its base; linear layers also without an adapter."""
+    """Classes that a type takes, unless `forward` is overridden: its base, for LoraLinear also Linear."""
     base = divided_type.__bases__[1]
     return (base, nn.Linear) if base is LoraLinear else (base,)
 
@@ -331,6 +332,7 @@ def _matrix_piece(module: LoraLinear) -> Tensor | Quantized:
     if isinstance(whole, Tensor):
         return local(whole)
     codes, rank = local(whole.codes), dist.get_rank(cast(_TensorParallel, module).group)
+    # Row and column of W at which this rank's part begins: one of the two is divided, or neither.
     rows, columns = codes.shape[0], whole.facts.per_byte * codes.shape[1]
     first = (
         rank * rows if rows < module.out_features else 0,

@@ -78,7 +78,14 @@ class _Recorded(NamedTuple):
 
 @dataclass
 class _EpochRecords:
-    """The records of an epoch so far: per step its number and documents."""
+    """The records of an epoch so far.
+
+    Attributes:
+        number, plan: number of the epoch, and the record of its plan, which is with its first step.
+        steps, documents: numbers of the recorded steps, and the documents of each.
+        next_index: index in the epoch of the step that must follow.
+        is_last: whether no record of another epoch follows.
+    """
 
     number: int
     plan: dict[str, Any] | None
@@ -153,7 +160,7 @@ def audit(path: str | Path) -> Audit:
 def _epochs(
     lines: Lines, first: int, found: Audit, recorded: dict[int, _Recorded]
 ) -> Iterator[_EpochRecords]:
-    """The epochs in order; fills in the recorded steps.
+    """The epochs in order; adds to `recorded`, by step, and to the problems and notes of `found`.
 
     `first` is the first step of the first process that wrote records: above 1 where an earlier version began the run.
     """
@@ -278,7 +285,7 @@ def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
 
 
 def _repeated(documents: Integers, twice: Integers) -> Integers:
-    """Documents that occur more often than once, and once more for each time that they occur in `twice`."""
+    """Documents that occur more than 1 + n times, if they occur n times in `twice`."""
     values, counts = np.unique(documents, return_counts=True)
     many, counts = values[counts > 1], counts[counts > 1]
     allowed = np.array([1 + int((twice == value).sum()) for value in many.tolist()], dtype=np.int64)
@@ -286,7 +293,7 @@ def _repeated(documents: Integers, twice: Integers) -> Integers:
 
 
 def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers, int]:
-    """Some documents below `total` that occur less than once plus their times in `twice`, and how many there are."""
+    """Documents below `total` that occur less than 1 + n times, if n times in `twice`: some, and how many."""
     values, counts = np.unique(documents, return_counts=True)
     inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
     widths = np.diff(inside) - 1
@@ -312,7 +319,7 @@ def _compare_metrics(run: RunDirectory, recorded: dict[int, _Recorded], found: A
         seen.add(step)
         if record.get("skipped"):
             skipped.append(step)
-        rate, seconds = record.get("sps"), record.get("dt")
+        rate, seconds = record.get("sps"), record.get("dt")  # documents per second, seconds of the step
         if step in recorded and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
             product = rate * seconds
             if product < 1e15 and abs(product - recorded[step].documents) > 0.5:
@@ -341,9 +348,8 @@ def _compare_checkpoints(run: RunDirectory, recorded: dict[int, _Recorded], foun
         try:
             state = json.loads(read_file(folder / STATE))
             step, data, marks = whole(state["step"]), state["progress"]["data"], state["progress"]["marks"]
-            done = whole(
-                data["step"] + data.get("taken", 0)
-            )  # of a stream: steps of earlier windows, and of this window
+            # Of a stream: steps of earlier windows, and of this window.
+            done = whole(data["step"] + data.get("taken", 0))
             place = whole(data.get("epoch", 0)), done
             mark, metrics = marks.get("documents"), marks["metrics"]
             agrees = mark is None or _begins_with(run.documents, mark)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 COLORS = "viridis"
 """Color map of lengths and costs: lightness rises evenly, so that it can be read without hue."""
 FREE, INK, ACCENT, MARK = "#dfe2e7", "#1c2330", "#0067a8", "#c2570c"
+"""Colors of free slots, of text, of values, and of bounds and marks."""
 
 
 def draw_plan(view: dict[str, Any], kind: str) -> bytes:
@@ -169,7 +170,7 @@ def _draw_measures(figure: Any, view: dict[str, Any]) -> None:
 
 
 def _draw_dial(axes: Any, dial: dict[str, Any]) -> None:
-    """A half circle from 0 to 1, filled to the value, with a line at the ceiling."""
+    """A half circle from 0 (left) to 1, filled to the value, with a line at the ceiling."""
 
     def arc(start: float, stop: float) -> tuple[Any, Any]:
         angles = np.pi * (1 - np.linspace(start, stop, 60))

@@ -142,7 +142,8 @@ def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
 def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
     """Cost of every rank's micro-batches over steps, relative to the mean pack, and the slowest rank of each step.
 
-    `slowest` is the cost of a step's slowest ranks over the mean of all ranks, `least` its proven lower bound.
+    `cost` is (steps, micro-batches, ranks). `slowest` (steps,) is the cost of a step's slowest ranks over the
+    mean of all ranks, `least` its proven lower bound.
     """
     ranks, sync, micro_batches = (
         found.data_parallel_size,

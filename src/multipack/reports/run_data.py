@@ -121,7 +121,7 @@ class Columns:
 
 @dataclass
 class CheckpointFolder:
-    """A checkpoint's name, step, bytes, time of completion, and the pointers to it; without its content."""
+    """A checkpoint's name, step, bytes, time of completion (UTC), and pointers to it or `incomplete`."""
 
     name: str
     step: int
@@ -195,7 +195,7 @@ def read_run(path: str | Path) -> RunData:
 def add_record(found: RunData, record: dict[str, Any]) -> bool:
     """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
     own, synchronizing = record.get("dtb"), record.get("dtc")
-    if isinstance(own, float) and isinstance(synchronizing, float):  # it is a part of the backward time
+    if isinstance(own, float) and isinstance(synchronizing, float):  # `dtb` includes `dtc`
         record = record | {"dtb": own - synchronizing}
     is_evaluation = any(name.startswith("val_loss") for name in record)
     return (found.evaluations if is_evaluation else found.steps).add(record)

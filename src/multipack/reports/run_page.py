@@ -61,7 +61,9 @@ CHARTS = [
 ]
 """Charts in their order; charts of other metrics follow."""
 _SHOWN = {"step", "loss", "dt", *PARTS.values(), *(chart.key for chart in CHARTS)}
+"""Metrics that have a place of their own on the page."""
 _HIDDEN = {"sps", "sps_per_device", "tps_per_device"}
+"""Rates that the page leaves out, as it shows tokens per second."""
 
 
 def write_page(run: RunDirectory) -> str:
@@ -90,6 +92,7 @@ def check_records(found: Sequence[RunData]) -> None:
 def run_page(found: Sequence[RunData]) -> bytes:
     """The HTML page of some runs."""
     names = run_names(found)
+    # Steps of each run whose mean is a point of its curves.
     step_of = [max(-(-len(each.steps) // MOST_POINTS), 1) for each in found]
     validation = sorted(
         {name for each in found for name in each.evaluations.values if name.startswith("val_loss")}
@@ -165,7 +168,7 @@ def run_names(found: Sequence[RunData]) -> list[str]:
 
 
 def means(values: list[float], width: int, last: bool) -> list[float]:
-    """Means of `width` neighboring values, or the last of them; NaN is left out."""
+    """Means of groups of `width` values, without NaN; with `last`, the last value of each group."""
     if width == 1:
         return values
     groups = [values[start : start + width] for start in range(0, len(values), width)]
@@ -240,7 +243,7 @@ def time_shares(steps: Columns) -> dict[str, float]:
 
 
 def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
-    """The cost of padding: bars of slots and tokens, and sentences."""
+    """What padding would have cost: bars (packed, padded), and sentences; both may be empty."""
     share, size = finite(found.start.get("padded_share")), finite(found.start.get("padded_batch_size"))
     tokens, seconds = tokens_and_seconds(found.steps)
     if not (0 < share <= 1 and size >= 1 and tokens):

@@ -107,7 +107,7 @@ def report_rows(
 
 
 def _filled(report: PlanReport) -> str:
-    """Return the words after the packing efficiency, which above 1 is a ratio and no share."""
+    """Return the words after the efficiency, which is above 1, and no share, where documents share tokens."""
     return "real tokens over slots" if report.slots < report.tokens else "of the slots hold tokens"
 
 
