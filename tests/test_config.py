@@ -13,8 +13,7 @@ from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import SHAPES
 from multipack.training.checks import check
 from multipack.training.other_names import ALIASES, HINTS
-from multipack.training.run_config import Config, compose, compose_run
-from multipack.training.weights import trained_shape
+from multipack.training.run_config import Config, compose, compose_run, trained_shape
 from multipack.words import ConfigError, describe, merge, preset_names
 
 

@@ -45,10 +45,9 @@ from multipack.shapes import ModelShape
 from multipack.shapes.config_json import config_of
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
-from multipack.training.run_config import compose_run
+from multipack.training.run_config import compose_run, trained_shape
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
-from multipack.training.weights import trained_shape
 
 # --- stores and tokenizers ----------------------------------------------------------------------------
 

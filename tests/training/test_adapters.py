@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_models import save_model, short_run
 from multipack import untrusted
+from multipack.cli.plan_settings import compose_plan
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.data.views.documents import Document
@@ -27,7 +29,7 @@ from multipack.training.checkpoint import load_checkpoint
 from multipack.training.export import export, loading_code
 from multipack.training.frozen_files import check_base
 from multipack.training.inference import load_model
-from multipack.training.run_config import compose_run
+from multipack.training.run_config import compose_run, trained_shape
 from multipack.training.train import train
 from multipack.training.weights import find_weights
 from multipack.words import ConfigError
@@ -245,6 +247,29 @@ def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
         file.write_text(json.dumps(good | changes))
         with pytest.raises(ValueError, match=message):
             load_model(tmp_path / "adapter")
+
+
+def test_an_adapter_on_an_adapter_starts_a_run(exported, tmp_path):
+    run([*exported, "adapter=lora"], tmp_path / "run")
+    first, second = tmp_path / "first", tmp_path / "second"
+    export(tmp_path / "run", first)
+    shutil.copytree(first, second)
+    settings = json.loads((second / "adapter_config.json").read_text())
+    (second / "adapter_config.json").write_text(
+        json.dumps(settings | {"base_model_name_or_path": str(first)})
+    )
+    for folder in (first, second):  # the model below them has one
+        (folder / "tokenizer.json").unlink()
+    start = [word for word in exported if not word.startswith(("train.init_from", "adapter.", "tokenizer"))]
+    run([*start, f"train.init_from={second}", "optimizer.lr=0"], tmp_path / "next")
+    ids = torch.arange(20)
+    once, twice, trained = (
+        logits_of(load_model(folder), ids) for folder in (first, second, tmp_path / "next")
+    )
+    assert (twice - once).abs().max() > 0.01
+    torch.testing.assert_close(trained, twice, rtol=0, atol=1e-5)
+    _, planned, _ = compose_plan(["lengths.npy", f"train.init_from={second}"])
+    assert planned.model.d_model == trained_shape(second).d_model == SHAPE.d_model
 
 
 def peft_adapter(folder, base, **settings):

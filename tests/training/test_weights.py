@@ -16,8 +16,8 @@ from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.shapes.config_json import config_of
 from multipack.training.checkpoint import CheckpointWriter
-from multipack.training.run_config import compose
-from multipack.training.weights import TrainedWeights, adapt_weights, find_weights, trained_shape
+from multipack.training.run_config import compose, trained_shape
+from multipack.training.weights import TrainedWeights, adapt_weights, find_weights
 
 SHAPE = ModelShape(2, 2, 1, 16, 24, vocabulary_size=257, tied=False)
 

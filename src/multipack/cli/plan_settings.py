@@ -157,9 +157,9 @@ def _shape_values(path: str) -> dict[str, Any]:
     """The shape of weights in a folder of Hugging Face, of adapters, or in a checkpoint."""
     folder = folder_of_weights(path, "train.init_from")
     if is_peft(folder):
-        from multipack.models.peft_format import peft_base  # imports torch
+        from multipack.models.peft_format import peft_chain  # imports torch
 
-        folder = peft_base(folder)
+        folder = peft_chain(folder)[-1]
     if is_export(folder):
         return ModelShape.preset(str(folder / "config.json")) or {}
     return saved_shape(folder).to_dict()

@@ -109,22 +109,40 @@ def to_peft(
     }, tensors
 
 
+def peft_chain(folder: Path) -> list[Path]:
+    """An adapter, its base, the base of that adapter, …, and last the model; a folder of a model is alone.
+
+    Raises:
+        ValueError: an adapter_config.json names no folder, or bases form a circle.
+    """
+    chain = [folder]
+    while (chain[-1] / PEFT_CONFIG).is_file():
+        base = _base_of(chain[-1])
+        if base.resolve() in {each.resolve() for each in chain}:
+            raise ValueError(
+                f"{folder / PEFT_CONFIG}: base_model_name_or_path leads back to {base}: name a model there"
+            )
+        chain.append(base)
+    return chain
+
+
 def peft_base(folder: Path) -> Path:
     """The folder that an adapter's base_model_name_or_path names: a model, or another adapter.
 
     Raises:
-        ValueError: adapter_config.json names no folder, or bases form a circle.
+        ValueError: see `peft_chain`.
     """
-    found = base = _base_of(folder)
-    seen = {folder.resolve()}
-    while (base / PEFT_CONFIG).is_file():
-        if base.resolve() in seen:
-            raise ValueError(
-                f"{folder / PEFT_CONFIG}: base_model_name_or_path leads back to {base}: name a model there"
-            )
-        seen.add(base.resolve())
-        base = _base_of(base)
-    return found
+    return peft_chain(folder)[1]
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """The first folder of `peft_chain` that has a tokenizer.json; the model's if none has.
+
+    Raises:
+        ValueError: see `peft_chain`.
+    """
+    chain = peft_chain(folder)
+    return next((each for each in chain if (each / "tokenizer.json").is_file()), chain[-1])
 
 
 def _base_of(folder: Path) -> Path:

@@ -35,6 +35,7 @@ from multipack.shapes import ModelShape, read_json
 from multipack.shapes.config_json import config_of
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.precision import DTYPES
+from multipack.training.run_config import trained_shape
 from multipack.training.source_files import (
     GENERATION,
     TEMPLATE,
@@ -51,7 +52,6 @@ from multipack.training.weights import (
     TrainedWeights,
     Weights,
     find_weights,
-    trained_shape,
     vocabulary_of,
 )
 

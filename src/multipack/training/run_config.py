@@ -222,16 +222,34 @@ def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
-    folder = folder_of_weights(path, "train.init_from")
-    if is_export(folder):
-        from multipack.models.huggingface import decoder_shape  # imports torch
-        from multipack.models.peft_format import peft_base, peft_shape
-
-        shape = decoder_shape((peft_base(folder) if is_peft(folder) else folder) / "config.json")
-        shape = peft_shape(folder, shape) if is_peft(folder) else shape
-    else:
-        shape = saved_shape(folder)
+    shape = trained_shape(folder_of_weights(path, "train.init_from"))
     return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
+
+
+def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
+    """The decoder's shape of a run, a checkpoint or a Hugging Face folder, without reading weights.
+
+    Args:
+        path: the folder.
+        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
+
+    Raises:
+        FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
+        ValueError: files are damaged, or do not describe a model.
+    """
+    if not is_export(path):
+        return saved_shape(weights_folder(path))
+    if is_peft(path):
+        from multipack.models.peft_format import peft_base, peft_shape  # imports torch
+
+        return peft_shape(path, trained_shape(peft_base(path), foreign))
+    if foreign:
+        from multipack.models.foreign import foreign_shape
+
+        return foreign_shape(str(path))
+    from multipack.models.huggingface import decoder_shape
+
+    return decoder_shape(path / "config.json")
 
 
 def saved_shape(checkpoint: Path) -> ModelShape:
@@ -277,10 +295,10 @@ def resolve_weights(config: Config) -> Config:
         folder = folder_of_weights(train.init_from, "train.init_from")
         train.init_from = lasting_name(folder)
         file = folder / "tokenizer.json"
-        if is_peft(file.parent) and not file.is_file():
-            from multipack.models.peft_format import peft_base  # imports torch
+        if is_peft(folder):
+            from multipack.models.peft_format import tokenizer_folder  # imports torch
 
-            file = peft_base(file.parent) / "tokenizer.json"
+            file = tokenizer_folder(folder) / "tokenizer.json"
         free = config.tokenizer.kind == "auto" and config.data.source not in ("store", "mixture")
         if free and file.is_file():
             config.tokenizer = TokenizerConfig("file", str(file))

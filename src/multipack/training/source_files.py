@@ -15,8 +15,8 @@ from multipack.data.text.texts import CHAT_TEMPLATE
 from multipack.data.text.tokenizer import Tokenizer
 from multipack.data.text.vocabularies import read_text
 from multipack.models.huggingface import decoder_shape
-from multipack.models.peft_format import peft_base
-from multipack.run import is_peft, weights_folder
+from multipack.models.peft_format import tokenizer_folder
+from multipack.run import weights_folder
 from multipack.shapes import ModelShape
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -32,8 +32,7 @@ def source_files(folder: Path | None, tokenizer: Tokenizer) -> dict[str, str]:
     """
     if folder is None:
         return {}
-    if is_peft(folder) and not (folder / TOKENIZER).is_file():
-        folder = peft_base(folder)
+    folder = tokenizer_folder(folder)
     found = {name: read_text(folder / name) for name in KEPT if (folder / name).is_file()}
     if (folder / TOKENIZER).is_file() and Tokenizer.load(folder).hash == tokenizer.hash:
         found[TOKENIZER] = read_text(folder / TOKENIZER)
@@ -97,9 +96,7 @@ def find_template(path: Path) -> ChatTemplate | None:
     folder = weights_folder(path)
     if (folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))
-    if is_peft(folder) and not (folder / "tokenizer.json").is_file():
-        folder = peft_base(folder)
-    own = Tokenizer.load(folder)
+    own = Tokenizer.load(tokenizer_folder(folder))
     if own.chat_template:
         return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)
     return None

@@ -23,9 +23,9 @@ from multipack.data.text.tokenizer import Tokenizer
 from multipack.hub import hub_name, model_folder
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
-from multipack.models.huggingface import decoder_shape, parameter_shapes
+from multipack.models.huggingface import parameter_shapes
 from multipack.models.peft_format import from_peft, peft_base, peft_shape
-from multipack.models.pretrained import CONFIG, open_weights
+from multipack.models.pretrained import open_weights
 from multipack.ops.lora import merged, quantizable, quantize
 from multipack.parallel.world import World
 from multipack.reports.console import Detail
@@ -35,7 +35,7 @@ from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.frozen_files import check_base
-from multipack.training.run_config import saved_adapter, saved_shape
+from multipack.training.run_config import saved_adapter, trained_shape
 from multipack.words import read_yaml
 
 Weights = Literal["latest", "best", "ema"]
@@ -107,19 +107,6 @@ class TrainedWeights:
     def state(self) -> dict[str, Tensor]:
         """All weights by name, in the order of the decoder's parameters."""
         return {name: self.read(name) for name in parameter_shapes(self.shape)}
-
-
-def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
-    """The shape of the decoder at `path`, without reading weights; `foreign` as in `find_weights`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `find_weights`.
-    """
-    if is_export(path):
-        folder = peft_base(path) if is_peft(path) else path
-        shape = foreign_shape(str(folder)) if foreign else decoder_shape(folder / CONFIG)
-        return peft_shape(path, shape) if is_peft(path) else shape
-    return saved_shape(weights_folder(path))
 
 
 def find_weights(
