@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch
 from multipack.data.packs.collate import PackedCollator, pad_documents
@@ -65,6 +67,7 @@ def compare_with_padding(
     steps: int = 5,
     seconds: float = 40.0,
     clock: Callable[[], float] = time.perf_counter,
+    padded_loss: Callable[..., Tensor] | None = None,
     pad_to: int | None = None,
 ) -> Comparison:
     """Time whole steps (forward, backward, clipping, optimizer with learning rate 0) both ways, in alternation.
@@ -79,16 +82,22 @@ def compare_with_padding(
         steps: most pairs to time, after one untimed pair.
         seconds: start no further pair after this time (at least one is timed).
         clock: returns seconds.
+        padded_loss: loss function of padded steps, as that of other trainers; None = the model's.
         pad_to: slots of every pack; None = packs are not padded.
     """
-    collate, began = PackedCollator.of(plan, pad_to), clock()
+    collate, model = PackedCollator.of(plan, pad_to), cast(Any, engine.model)
+    own_loss, began = model.training_loss, clock()
     pairs: list[tuple[float, float, int, int]] = []
     for index in range(min(steps, plan.num_steps) + 1):
         step = max(index - 1, 0)  # the first pair warms up and is repeated
         packed = [collate([documents[int(n)] for n in pack]) for pack in plan.packs(step) if len(pack)]
         padded = padded_batches(documents, plan.documents(step), batch_size, step, plan.loss_weighting)
         packed_seconds = timed_step(engine, packed, clock)
-        padded_seconds = timed_step(engine, padded, clock)
+        model.training_loss = padded_loss or own_loss
+        try:
+            padded_seconds = timed_step(engine, padded, clock)
+        finally:
+            model.training_loss = own_loss
         tokens, slots = sum(each.num_tokens for each in padded), sum(each.num_slots for each in padded)
         pairs += [(packed_seconds, padded_seconds, tokens, slots)] if index else []
         if pairs and clock() - began > seconds:
