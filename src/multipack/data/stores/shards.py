@@ -17,19 +17,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from multipack.atomic import read_file, write_atomically
+from multipack.atomic import read_file, with_advice, write_atomically
 from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import MOST_PLACES, Noted
 from multipack.planning.lengths import Integers, check_integer
@@ -37,10 +40,13 @@ from multipack.planning.lengths import Integers, check_integer
 FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 SHARDS = "shard-*.safetensors"
-_ARRAYS = ("tokens", "offsets", "spans", "span_offsets", "names", "name_offsets", "weights")
+_ARRAYS = ("name_offsets", "offsets", "span_offsets", "spans", "weights", "tokens", "names")
+"""In the order in which the safetensors library writes them: the largest items first, then by name."""
+_OFFSETS = {"name_offsets": "names", "offsets": "tokens", "span_offsets": "spans"}
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8", "F64": "<f8"}
-_BLOCK_DOCUMENTS = 1 << 12
-"""Documents that are hashed at once."""
+_NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
+_BLOCK_DOCUMENTS, _BLOCK_BYTES = 1 << 12, 1 << 20
+"""Documents that are hashed, and bytes that are copied, at once."""
 _MOST_PARTS = 9999
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
@@ -126,8 +132,7 @@ class Shard:
         weights = self.weights if len(self.weights) else np.ones(len(self))
         for first in range(0, len(self), _BLOCK_DOCUMENTS):
             last = first + _BLOCK_DOCUMENTS
-            offsets = (self.name_offsets, self.offsets, self.span_offsets)
-            ends = (each[first : last + 1].tolist() for each in offsets)
+            ends = (getattr(self, name)[first : last + 1].tolist() for name in _OFFSETS)
             for *ranges, weight in zip(*map(pairwise, ends), weights[first:last], strict=True):
                 (name, name_end), (token, token_end), (span, span_end) = ranges
                 begin = b"%d %d " % (token_end - token, span_end - span)
@@ -137,13 +142,6 @@ class Shard:
                 if weight != 1.0:
                     digest.update(weight.tobytes())
                 yield int.from_bytes(digest.digest(), "big")
-
-    def write(self, path: Path) -> None:
-        """Write the shard to a file, atomically."""
-        about = {"version": VERSION, "content": f"{self.content:032x}", "read": self.read}
-        about |= {"skipped": None, "notes": {}, "places": {}} if self.noted is None else vars(self.noted)
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        write_atomically(path, save(arrays, {FORMAT: json.dumps(about)}))
 
     def check(self) -> None:
         """`ValueError` if offsets or weights do not match the arrays, or a weight is not finite."""
@@ -182,6 +180,75 @@ def chain(parts: Iterable[tuple[int, int]]) -> int:
 def damaged(place: object, reason: str) -> ValueError:
     """The error for a damaged store, for the caller to raise."""
     return ValueError(f"{place}: {reason}: the store is damaged; remove it and prepare it again")
+
+
+class ShardFile:
+    """A shard that grows by pieces on disk, in a file for each array: its documents take no memory.
+
+    The files have no names, so that a process that is killed leaves nothing of them.
+
+    Args:
+        path: file of the shard; the others are in its folder.
+
+    Attributes:
+        path: as given.
+        documents, tokens, read: numbers so far, see `Shard`.
+        content: hash of the documents so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = {name: TemporaryFile(dir=path.parent) for name in _ARRAYS}  # noqa: SIM115 - see `close`
+        self._sizes, self._dtypes = dict.fromkeys(_ARRAYS, 0), dict[str, np.dtype[Any]]()
+        self.path, self._is_weighted = path, False
+        self.documents = self.tokens = self.read = self.content = 0
+
+    def append(self, piece: Shard) -> None:
+        """Add the documents of a shard in memory."""
+        begin = 1 if self._dtypes else 0  # the last offset so far is in the file
+        try:
+            for name, file in self._files.items():
+                values = getattr(piece, name)
+                if name in _OFFSETS:  # these files come first: the others do not have this piece yet
+                    values = values[begin:] + self._sizes[_OFFSETS[name]]
+                elif name == "weights" and not len(values):
+                    values = np.ones(len(piece))
+                file.write(values.data)
+                self._sizes[name] += len(values)
+                self._dtypes[name] = values.dtype
+        except OSError as error:
+            raise with_advice(error, self.path) from error
+        self._is_weighted |= len(piece.weights) > 0
+        self.content = chain([(self.content, self.documents), (piece.content, len(piece))])
+        self.documents, self.tokens = self.documents + len(piece), self._sizes["tokens"]
+        self.read += piece.read
+
+    def write(self, noted: Noted | None) -> None:
+        """Write the shard atomically; see `Shard`."""
+        about = {"version": VERSION, "content": f"{self.content:032x}", "read": self.read}
+        about |= {"skipped": None, "notes": {}, "places": {}} if noted is None else vars(noted)
+        layout, end = dict[str, Any](__metadata__={FORMAT: json.dumps(about)}), 0
+        if not self._is_weighted:
+            self._sizes["weights"] = 0
+        for name, size in self._sizes.items():
+            shape = [size, 2] if name == "spans" else [size]
+            begin, end = end, end + math.prod(shape) * self._dtypes[name].itemsize
+            layout[name] = {"dtype": _NAMES[self._dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
+        head = json.dumps(layout, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+
+        def blocks() -> Iterator[bytes]:
+            yield len(head).to_bytes(8, "little") + head
+            for file in [file for name, file in self._files.items() if self._sizes[name]]:
+                file.seek(0)
+                yield from iter(partial(file.read, _BLOCK_BYTES), b"")
+
+        write_atomically(self.path, blocks())
+
+    def close(self) -> None:
+        """Remove the files."""
+        for file in self._files.values():
+            with suppress(OSError):  # a full disk
+                file.close()
 
 
 def open_shard(path: Path, label: str = "") -> Shard:

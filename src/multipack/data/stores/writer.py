@@ -2,14 +2,13 @@
 
 documents     [part, part] [part] …            text, a batch of it
 ShardBuilder  |AAAAAA|BBB|CC…                  their tokens
-StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens, or SHARD_DOCUMENTS documents
+StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from multipack.data.stores.shards import (
     SHARDS,
     TOKENIZER,
     Shard,
+    ShardFile,
     StoreHeader,
     find_shards,
     shard_name,
@@ -33,9 +33,10 @@ from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import CHAT_TEMPLATE, SourceDocument
 from multipack.data.text.tokenizer import Tokenizer
 
-SHARD_TOKENS, SHARD_DOCUMENTS = 1 << 25, 1 << 20
-"""Size after which a shard is written: a killed process loses at most as many. Until then its documents are in memory:
-64 MiB of tokens (128 of vocabularies above 65,536), and some 60 bytes a document beside its name."""
+SHARD_TOKENS = 1 << 25
+"""Tokens after which a shard is written: a killed process loses at most as many."""
+PIECE_TOKENS, PIECE_DOCUMENTS = 1 << 21, 1 << 14
+"""Size after which documents leave the memory: some 8 MiB. (A stream is one document, and waits for its shard.)"""
 EncodedPart = tuple[Sequence[int], bool]
 """Tokens, and whether they are targets."""
 
@@ -47,11 +48,6 @@ class WrittenShard(NamedTuple):
     tokens: int
     read: int
     is_last: bool
-
-    @classmethod
-    def of(cls, shard: Shard) -> WrittenShard:
-        """The figures of a shard."""
-        return cls(len(shard), len(shard.tokens), shard.read, shard.noted is not None)
 
 
 class ShardBuilder:
@@ -225,7 +221,7 @@ class StoreWriter:
     @property
     def num_documents(self) -> int:
         """Number of documents so far; a preference pair counts as two."""
-        return sum(shard.documents for shard in self.shards) + len(self._builder)
+        return sum(shard.documents for shard in self.shards) + self._file.documents + len(self._builder)
 
     @property
     def is_finished(self) -> bool:
@@ -242,9 +238,12 @@ class StoreWriter:
         write_atomically(self.path / TOKENIZER, self._tokenizer.to_json().encode())
         if self.header.chat_template:
             write_atomically(self.path / CHAT_TEMPLATE, self.header.chat_template.encode())
-        with suppress(ValueError):  # a damaged shard: it and all later ones are made again
+        try:
             for shard in find_shards(self.path, [self._part]):
-                self.shards.append(WrittenShard.of(shard))
+                numbers = len(shard), len(shard.tokens), shard.read
+                self.shards.append(WrittenShard(*numbers, is_last=shard.noted is not None))
+        except ValueError:  # a damaged shard: it and all later ones are made again
+            pass
         own = shard_name(self._part, 0)[:10]
         for file in self.path.glob(f"{own}-*"):
             if file.name >= self._next_file().name:
@@ -252,6 +251,7 @@ class StoreWriter:
         # What killed writers left; of several parts, others may be writing the header now.
         for file in self.path.glob(f".*{PARTIAL}" if self.header.parts == 1 else f".{own}-*{PARTIAL}"):
             file.unlink(missing_ok=True)
+        self._file = ShardFile(self._next_file())
         return self
 
     def _new_builder(self) -> ShardBuilder:
@@ -268,36 +268,44 @@ class StoreWriter:
         """
         self._builder.add(name, parts, weight)
         self._builder.read += 1
-        self._end_full_shard()
+        self._move_on()
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
         """Tokenize and add documents, or preference pairs; see `ShardBuilder.add_batch`."""
         self._builder.add_batch(items, self._tokenizer)
-        self._end_full_shard()
+        self._move_on()
 
-    def _end_full_shard(self) -> None:
-        """Write the documents as a shard if they are many, and the last item is whole."""
-        documents = len(self._builder)
-        is_full = self._builder.num_tokens >= SHARD_TOKENS or documents >= SHARD_DOCUMENTS
-        if is_full and documents % self.header.item_size == 0:
+    def _move_on(self) -> None:
+        """Move documents from memory to the shard's file, and end the shard, when they are many."""
+        own, is_stream = self._builder, self.header.split_by == "position"
+        is_open_item = (self._file.documents + len(own)) % self.header.item_size > 0
+        if self._file.tokens + own.num_tokens >= SHARD_TOKENS and not is_open_item:
             self.end_shard()
+        elif not is_stream and (own.num_tokens >= PIECE_TOKENS or len(own) >= PIECE_DOCUMENTS):
+            self._file.append(own.build())
+            self._builder = self._new_builder()
 
     def end_shard(self, noted: Noted | None = None) -> None:
         """Write the documents that were added, if any, as a shard; with `noted` it is the last one of this part."""
-        if not len(self._builder) and (noted is None or self.is_finished):
+        file = self._file
+        if not file.documents + len(self._builder) and (noted is None or self.is_finished):
             return
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
-        shard = replace(self._builder.build(), noted=noted)
-        shard.write(self._next_file())
-        self.shards.append(WrittenShard.of(shard))
-        self._builder = self._new_builder()
+        file.append(self._builder.build())
+        file.write(noted)
+        file.close()
+        self.shards.append(WrittenShard(file.documents, file.tokens, file.read, noted is not None))
+        self._builder, self._file = self._new_builder(), ShardFile(self._next_file())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.end_shard(self.noted)
+        try:
+            if kind is None:
+                self.end_shard(self.noted)
+        finally:
+            self._file.close()
         if isinstance(error, ValueError) and self.header.parts == 1 and not self.is_finished:
             remove_store(self.path)
 
