@@ -7,7 +7,11 @@ conversations, where they are at hand), repeated; the tokenizer is a byte-pair e
 tokenizes all texts twice: with `encode_batch_fast` of the library, all cores, tokens thrown away; and with `multipack
 prepare`: read from JSONL, hashed, tokenized, written and synced. The ratio is that of tokens per second of the same
 round; also that of tokens per CPU second, which other work on the machine disturbs less.
-Results go to results/prepare.json.
+
+Then short lines of several kinds, `--lines` and twice as many, each file in a process of its own and on one core: lines
+per CPU second of each pass (read for the tokenizer; tokenized) beside what the `tokenizers` library takes alone for the
+same texts in the same batches, and bytes of memory a line: the larger file's peak minus the smaller one's. (The library
+counts the different words of a corpus to train on; these have 5,000.) Results go to results/prepare.json.
 """
 
 from __future__ import annotations
@@ -15,25 +19,37 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import os
+import random
 import resource
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from multipack.data.stores.prepare import prepare
+from multipack.data.stores.prepare import batches, items_of, prepare
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.sources import Source
-from multipack.data.text.tokenizer import TokenizerConfig, train_bpe
+from multipack.data.text.tokenizer import TokenizerConfig, build_tokenizer, train_bpe
 from result import parser_of, write_result
 
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"
 BATCH = 4096
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "text": (("text",), {}),
+    "text without duplicates": (("text",), {"dedup": True}),
+    "prompts and completions": (("prompt", "completion"), {}),
+    "preference pairs": (("prompt", "chosen", "rejected"), {}),
+    "chats": (("messages",), {}),
+}
+"""Kind of short lines → fields, and settings of `DataConfig`."""
+WORDS = 5000
 RATES = ("tokens_per_second", "tokens_per_cpu_second")
 
 
@@ -108,6 +124,90 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": (folder / "corpus.jsonl").stat().st_size, "documents": len(texts) // 2, "rounds": rounds}
 
 
+def write_lines(path: Path, fields: tuple[str, ...], lines: int) -> None:
+    """Write records of about 12 words a field."""
+    draw = random.Random(lines)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(WORDS)]
+    with path.open("w") as file:
+        for _ in range(lines):
+            record: dict[str, Any] = {
+                name: " ".join(draw.choices(words, k=draw.randint(5, 20))) for name in fields
+            }
+            if "messages" in record:
+                roles = zip(("user", "assistant"), record["messages"].split(" ", 1), strict=True)
+                record = {"messages": [{"role": role, "content": text} for role, text in roles]}
+            file.write(json.dumps(record) + "\n")
+
+
+def passes(folder: Path, kind: str, lines: int, vocabulary_size: int) -> dict[str, dict[str, float]]:
+    """CPU seconds and peak memory of both passes over a file of short lines, in a process of its own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    fields, settings = KINDS[kind]
+    path, most = folder / f"{kind} {lines}.jsonl", 0
+    write_lines(path, fields, lines)
+    data = DataConfig("jsonl", str(path), cache=str(folder / f"{kind} {lines}.cache"), **settings)
+    source, config = Source(data), TokenizerConfig("bpe", "", vocabulary_size)
+
+    def look(*_: object) -> None:
+        nonlocal most
+        status = Path("/proc/self/status").read_text()  # without pages of files, which the system takes back
+        most = max(most, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
+
+    def measured(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+        nonlocal most
+        most, begun = 0, time.process_time()
+        result = work()
+        return result, {"memory": float(most), "seconds": time.process_time() - begun}
+
+    found = dict[str, dict[str, float]]()
+    trained, found["read"] = measured(lambda: build_tokenizer(config, source, Path(data.cache), look))
+    _, found["tokenized"] = measured(lambda: prepare(data, config, path.with_suffix(".store"), look))
+    library = tokenizers.Tokenizer.from_str(trained.to_json())
+    library.encode_special_tokens = True
+    alone = {"read": 0.0, "tokenized": 0.0}
+    for batch in batches(items_of(source)):
+        parts = [part for item in batch for document in item for part in document.parts]
+        texts = list(dict.fromkeys(part.text for part in parts if not part.is_special))
+        begun = time.process_time()
+        for encoding in library.encode_batch_fast(texts, add_special_tokens=False):
+            _ = encoding.ids
+        alone["tokenized"] += time.process_time() - begun
+    corpus = [part.text for document in source for part in document.parts if not part.is_special]
+    begun = time.process_time()
+    train_bpe(iter(corpus), vocabulary_size, source.find_form().special_tokens)
+    alone["read"] = time.process_time() - begun
+    for name, seconds in alone.items():
+        found[name]["library_seconds"] = seconds
+    return found
+
+
+def short_lines(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each kind and pass."""
+    rows = []
+    for kind in KINDS:
+        found = []
+        for lines in (options.lines, 2 * options.lines):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found.append(pool.submit(passes, folder, kind, lines, 8192).result())
+        for name, many in found[1].items():
+            beside = many["seconds"] - many["library_seconds"]
+            row = {
+                "kind": kind,
+                "pass": name,
+                "lines": 2 * options.lines,
+                "lines_per_cpu_second_beside_the_library": 2 * options.lines / beside,
+                "bytes_per_line": (many["memory"] - found[0][name]["memory"]) / options.lines,
+                **many,
+            }
+            rows.append(row)
+            print(
+                f"{kind}, {name}: {row['lines_per_cpu_second_beside_the_library']:,.0f} lines a CPU second beside the"
+                f" library, {row['bytes_per_line']:.1f} bytes a line",
+                flush=True,
+            )
+    return rows
+
+
 def describe(found: dict[str, Any]) -> str:
     """A round as text."""
     speed, ratio, of_cpu = found["prepare"][RATES[0]], *(found[f"{rate}_ratio"] for rate in RATES)
@@ -119,8 +219,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=50, help="size of the corpus")
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
     parser.add_argument("--vocabulary-size", type=int, default=32768, help="tokens of the byte-pair encoding")
+    parser.add_argument("--lines", type=int, default=250_000, help="short lines of the smaller file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        lines = short_lines(Path(folder), options)
         found = measure(Path(folder), options)
     middle = sorted(found["rounds"], key=lambda each: each[f"{RATES[0]}_ratio"])[options.rounds // 2]
     print(f"median: {describe(middle)}")
@@ -132,7 +234,7 @@ def main() -> None:
     settings = {"vocabulary_size": options.vocabulary_size}
     # A load average above the number of cores: other work was under way.
     load = {"cores": os.cpu_count(), "load_average": os.getloadavg()}
-    write_result(options.out, {**summary, **settings, **load, **found})
+    write_result(options.out, {**summary, **settings, **load, **found, "short_lines": lines})
 
 
 if __name__ == "__main__":
