@@ -106,7 +106,7 @@ def export(
     folder: Annotated[str, argument("FOLDER", "Folder to write; also out=FOLDER.")],
     weights: WhichWeights = "latest",
     dtype: Annotated[
-        str, typer.Option(help="fp32, bf16 or fp16; auto = that of train.init_from, else fp32.")
+        str, typer.Option(help="fp32, bf16 or fp16; auto = the dtype of train.init_from, else fp32.")
     ] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
 ) -> None:

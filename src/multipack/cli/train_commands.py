@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from multipack.data.text.skipped import counted
 
 if TYPE_CHECKING:
     from multipack.data.views.shown import Shown
+    from multipack.reports.console import Console
     from multipack.training.run_config import Config
 
 
@@ -85,44 +86,20 @@ def prepare(
 
     `multipack prepare --settings` lists all settings.
     """
-    from multipack.data.stores.prepare import prepare as run
     from multipack.data.stores.store import TokenStore
-    from multipack.data.text.tokenizer import TokenizerConfig
-    from multipack.data.views.corpus import validation_sets
     from multipack.data.views.corpus_report import CorpusReport
-    from multipack.data.views.shown import MOST_TOKENS
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
-    from multipack.training.other_names import translate
-    from multipack.training.run_config import check_documents_named, compose, resolve_weights
-    from multipack.words import given_values
+    from multipack.training.run_config import compose, resolve_weights
 
-    console, path = Console(stream=sys.stderr if as_json else None), report
+    console = Console(stream=sys.stderr if as_json else None)
     composed = resolve_weights(compose(words or []))
-    if path is None:
-        check_documents_named(given_values(words or [], translate), composed.train.init_from)
-        sets = validation_sets(composed.data)
-        if sets and (store or part != "1/1" or engine != "local"):
-            raise ValueError(
-                "--store, --part and --engine are about one store: prepare the documents of data.validation_path by a"
-                " command of their own, with tokenizer=STORE/tokenizer.json"
-            )
-        with console.progress("tokenizing") as advance:
-            path = run(
-                composed.data,
-                composed.tokenizer,
-                store,
-                advance,
-                engine=cast("Any", engine),
-                shards=shards,
-                part=part,
-                report=console.line,
-            )
-            own = TokenizerConfig("file", str(path))
-            for each in [each for each in sets if each.source != "store"]:
-                console.line(f"validation documents: {each.path}, in {run(each, own, progress=advance)}")
+    if report is None:
+        path = _tokenize(words or [], composed, console, store, shards=shards, part=part, engine=engine)
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
+    else:
+        path = report
     if part != "1/1" and not TokenStore(path, growing=True).is_complete:
         console.line(f"part {part} of {path} is finished, and other parts are missing")
         if as_json:
@@ -134,18 +111,57 @@ def prepare(
         more = {"shown": [each._asdict() for each in shown]} if show else {}
         print_json({"folder": str(path), **found.to_dict(), **more})
         return
-    for document in shown:
+    _print_shown(console, shown)
+    print_store(console, path, found, fit)
+    if report is None:
+        fitting, why = _fitting(path, composed)
+        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *fitting])
+        console.line(f"\nto train on it{why}:\n  {command}")
+
+
+def _tokenize(words: list[str], config: Config, console: Console, store: Path | None, **options: Any) -> Path:
+    """Write the stores of training and validation documents; return the folder of the first.
+
+    Args:
+        words: words of the command, of which `config` is composed.
+        config: the settings.
+        console: prints progress.
+        store: folder of the store; None = in the cache.
+        options: shards, part and engine of `multipack.data.stores.prepare.prepare`.
+    """
+    from multipack.data.stores.prepare import prepare as run
+    from multipack.data.text.tokenizer import TokenizerConfig
+    from multipack.data.views.corpus import validation_sets
+    from multipack.training.other_names import translate
+    from multipack.training.run_config import check_documents_named
+    from multipack.words import given_values
+
+    check_documents_named(given_values(words, translate), config.train.init_from)
+    sets = validation_sets(config.data)
+    if sets and (store or options["part"] != "1/1" or options["engine"] != "local"):
+        raise ValueError(
+            "--store, --part and --engine are about one store: prepare the documents of data.validation_path by a"
+            " command of their own, with tokenizer=STORE/tokenizer.json"
+        )
+    with console.progress("tokenizing") as advance:
+        path = run(config.data, config.tokenizer, store, advance, report=console.line, **options)
+        trained = TokenizerConfig("file", str(path))
+        for each in [each for each in sets if each.source != "store"]:
+            console.line(f"validation documents: {each.path}, in {run(each, trained, progress=advance)}")
+    return path
+
+
+def _print_shown(console: Console, documents: list[Shown]) -> None:
+    """Print documents with their targets marked."""
+    from multipack.data.views.shown import MOST_TOKENS
+
+    for document in documents:
         console.line(
             f"\n{document.name}: {document.tokens:,} tokens, {document.targets:,} targets", style="bold"
         )
         console.marked(document.parts)
         if document.tokens > MOST_TOKENS:
             console.line(f"… and {document.tokens - MOST_TOKENS:,} more tokens")
-    print_store(console, path, found, fit)
-    if report is None:
-        fitting, why = _fitting(path, composed)
-        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *fitting])
-        console.line(f"\nto train on it{why}:\n  {command}")
 
 
 def _training_words(words: list[str], store: Path | None) -> list[str]:

@@ -215,7 +215,7 @@ CANNOT: dict[str, str] = {
     "use_onebitllms": "training weights of 1.58 bits",
     "gptq hqq": "weights quantized by this method",
     "diffusion": "masked diffusion",
-    "model_config overrides_of_model_config": "other values than those of the model's config.json",
+    "model_config overrides_of_model_config": "values that differ from the model's config.json",
     "tokens added_tokens_overrides": "new tokens: add them to the tokenizer's files",
     "default_system_message": "a system message for all chats: write it into the records",
     "fix_untrained_tokens": "changing the rows of tokens that were never trained",

@@ -78,7 +78,7 @@ def tools() -> list[Tool]:
 def translate_keys(given: Mapping[str, Any]) -> Imported:
     """Translate a configuration of another tool, by the rules of the tool that knows it as its own.
 
-    Keys that are null, empty lists or false are ignored, as by the tool; those of `Tool.false` may be false.
+    Keys that are null, empty lists or false are ignored, as by the tool; keys of `Tool.false` may be false.
 
     Raises:
         ValueError: no tool knows the configuration.

@@ -15,7 +15,7 @@ from multipack.parallel.optimizers import OPTIMIZERS, OptimizerName
 
 
 def packs(value: Any, keys: Keys) -> Honored:
-    """Packs of a step; without packing, documents of a step. `value`: those of a micro-batch."""
+    """Packs of a step; without packing, documents of a step. `value`: packs of a micro-batch."""
     packs, ranks = int(value) * int(keys.get("gradient_accumulation_steps") or 1), 1
     for name in ("dp_shard_size", "dp_replicate_size"):
         ranks *= max(int(keys.get(name) or 1), 1)
@@ -128,7 +128,7 @@ def validation(value: Any, keys: Keys) -> Honored:
 
 
 def special_tokens(value: Any, keys: Keys) -> Honored:
-    """Special tokens, which the tokenizer's files define here; that of padding has no effect on packs."""
+    """Special tokens, which the tokenizer's files define here; the padding token has no effect on packs."""
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # of SentencePiece
     changed = {
         name: token for name, token in value.items() if name != "pad_token" and token != usual.get(name)

@@ -276,7 +276,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     ) -> _Epoch:
         """Divide documents in an order into `number` batches; None = as many as they fill.
 
-        `source`, `inner` and `ranks` are those of `_Epoch`. Too few documents for a batch: an empty epoch.
+        `source`, `inner` and `ranks`: see `_Epoch`. Too few documents for a batch: an empty epoch.
 
         Raises:
             ValueError: there are too few documents for `number` batches.

@@ -9,7 +9,8 @@ torchrun gives the other processes 30 seconds, both after a failure and after a 
 a process that hangs, and too short to save a large model.
 
 For one host torchrun would keep its state as a pickle in a store that listens on every address without a password:
-whoever reaches the port runs code here. `LoopbackRendezvous` keeps no pickle, and its store listens on 127.0.0.1 only.
+a process that reaches the port runs code here. `LoopbackRendezvous` keeps no pickle, and its store listens on
+127.0.0.1 only.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def foreign_shape(folder: str) -> ModelShape:
 
 
 def _shape(folder: str, config: Any) -> ModelShape:
-    """`foreign_shape` of a configuration; sizes that it does not state are those of a dense decoder."""
+    """`foreign_shape` of a configuration; sizes that it does not state are a dense decoder's."""
     values = config.to_dict()
     known: dict[str, Any]
     try:

@@ -37,7 +37,7 @@ from multipack.shapes import rotation_limit
 
 LENGTHS = (9, 7, 11)
 """Tokens of the probe's documents. Their sum is rarely the width of a layer: a dimension of this
-size is taken for that of tokens."""
+size is taken for the number of tokens."""
 TOLERANCE = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as none in float32."""
 MOST_BUFFER = 1 << 24

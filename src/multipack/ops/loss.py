@@ -280,7 +280,7 @@ class _Head:
     def _tiles(self, chunk: Tensor, target: ChunkTargets, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
         """(R, n) gradients of the logits, tile by tile; a given `tile` is the only one, and is overwritten.
 
-        `lse` is (R, 1), over the whole vocabulary; that of `statistics` is over the tile's columns.
+        `lse` is (R, 1), over the whole vocabulary; the one in `statistics` is over the tile's columns.
         """
         smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:

@@ -149,7 +149,7 @@ def is_of_family(scaling: Any, rope_types: tuple[str, ...], fields: set[str]) ->
 def read_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of rotary positions, of layers without a window, whichever of the two spellings states them.
 
-    The spellings are those of `written_rotation`.
+    Takes the spellings that `written_rotation` writes.
 
     Raises:
         ValueError: the spellings differ.

@@ -496,7 +496,7 @@ class Feeds:
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
         self.notes = [*staged, *warnings, *notes]
         self.training: Feed
-        self.steps = train.steps  # 0 = those of `train.epochs`, except for a stream
+        self.steps = train.steps  # 0 = as many as `train.epochs` has, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
             from multipack.training.stream_feed import StreamFeed
 

@@ -82,7 +82,7 @@ def compare_with_padding(
         steps: most pairs to time, after one untimed pair.
         seconds: start no further pair after this time (at least one is timed).
         clock: returns seconds.
-        padded_loss: loss function of padded steps, as that of other trainers; None = the model's.
+        padded_loss: loss function of padded steps, for the one of another trainer; None = the model's.
         pad_to: slots of every pack; None = packs are not padded.
     """
     collate, model = PackedCollator.of(plan, pad_to), cast(Any, engine.model)

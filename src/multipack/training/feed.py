@@ -224,7 +224,7 @@ class PackLoaders:
         self._engine, self._mesh = engine, engine.mesh
 
     def validation(self, view: Any) -> Validation:
-        """The evaluation of the validation documents; `view` is that of `Objective.views`.
+        """The evaluation of the validation documents; `view` is one of `Objective.views`.
 
         Each source of a mixture is planned alone, so that it has a loss.
 

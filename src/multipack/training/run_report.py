@@ -91,7 +91,7 @@ def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] 
 
 
 def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
-    """The brief header, chosen from `rows` (those of `header_rows`) and what `measure_plan` returns."""
+    """The brief header, chosen from the rows of `header_rows` and the result of `measure_plan`."""
     config, corpus = run.config, run.corpus
     plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
     held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
@@ -299,7 +299,7 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
 
 
 def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
-    """The record of a process's start in history.jsonl; `rows` are those of `header_rows`."""
+    """The record of a process's start in history.jsonl, with the rows of `header_rows`."""
     _, share = measured or (None, None)
     return {
         "step": run.step,

@@ -272,7 +272,7 @@ class TrackConfig:
     name: str = ""
     """Name of the run; empty = the run directory's."""
     run_id: str = ""
-    """Continue this run of wandb or mlflow; empty = a new one, or that of the resumed run."""
+    """Continue this run of wandb or mlflow; empty = a new one, or the resumed run's."""
     group: str = ""
     """Group of runs in wandb and trackio, a tag in mlflow."""
     mode: Literal["online", "offline", "disabled"] = "online"

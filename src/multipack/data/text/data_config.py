@@ -89,7 +89,7 @@ class DataConfig:
     template_date: str = ""
     """Day that chat templates write where they name today's date, YYYY-MM-DD; empty = the day when a run starts."""
     special_tokens: list[str] = field(default_factory=list)
-    """Special tokens in the template of a Jinja file; those of built-in templates and of tokenizers are known."""
+    """Special tokens in the template of a Jinja file; built-in templates and tokenizers name theirs."""
     train_on_prompt: bool = False
     """Make the tokens of prompts (in chats: of all roles) targets too."""
     broken: Literal["error", "skip"] = "error"
@@ -109,7 +109,7 @@ class DataConfig:
     validation_path: list[str] = field(default_factory=list)
     """Validation documents in place of a share: files or folders of the same source, or token stores; each a set."""
     validation_part: str = ""
-    """Part of a Hugging Face data set (data.path, or those of validation_path) to validate on, in place of a share."""
+    """Part of a Hugging Face data set (data.path, or each of validation_path) to validate on, in place of a share."""
     split_seed: int = 0
     """Seed of the choice of validation documents and of the documents of a mixture."""
     overlong: Overlong = "auto"
@@ -313,7 +313,7 @@ class TokenizerConfig:
     """The tokenizer of a run."""
 
     kind: TokenizerKind = "auto"
-    """Kind of tokenizer; auto: that of the token store or of train.init_from, else byte pairs of the corpus."""
+    """Kind of tokenizer; auto: the one of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
     """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
