@@ -382,4 +382,4 @@ _DEPENDENT: dict[str, tuple[str, ...]] = {
 """Field → fields that have an effect only if it is not 0."""
 
 SHAPES: dict[str, ModelShape] = Presets({name: ModelShape(**fields) for name, fields in PRESETS.items()})
-"""Presets. Presets with experts are for planning only."""
+"""Presets; some have experts, for planning only."""
