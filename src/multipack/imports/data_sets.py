@@ -11,6 +11,7 @@ from multipack.data.text.alpaca import STYLES
 from multipack.data.text.data_config import BUILT_IN_TEMPLATES
 from multipack.data.text.records import ROLES, SHAREGPT_ROLES
 from multipack.imports.outcome import NotHonored
+from multipack.words import as_text
 
 Entry = Mapping[str, Any]
 Settings = dict[str, Any]
@@ -40,9 +41,9 @@ FAMILY_TEMPLATES: dict[str, tuple[str, ...]] = {
     "cohere": ("cohere", "cohere2"),
     "command_a": ("cohere2",),
     "deepseek_v2": ("deepseek_v2",),
+    "jamba": ("jamba",),
     "llama3": ("llama",),
     "llama4": ("llama4",),
-    "jamba": ("jamba",),
     "falcon_h1": ("falcon_h1",),
     "mistral_v7_tekken": ("mistral", "ministral3"),
 }
@@ -81,9 +82,7 @@ def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Setting
     late = ("overlong", "train_on_prompt")  # settings of a run, not of a store
     for number, each in enumerate(found, 1):
         stores.append(f"{number}-{Path(str(each['path'])).stem}.store")
-        given = {name: value for name, value in each.items() if name not in late}
-        texts = {name: f"[{','.join(v)}]" if isinstance(v, list) else str(v) for name, v in given.items()}
-        words = [f"data.{name}={text}" for name, text in texts.items()]
+        words = [f"data.{name}={as_text(value)}" for name, value in each.items() if name not in late]
         commands.append(shlex.join(["multipack", "prepare", *words, *tokenizer, "--store", stores[-1]]))
     if len({each.get("overlong") for each in found}) > 1:
         raise NotHonored("documents of one data set are cut and those of another dropped where they are long")
@@ -195,24 +194,16 @@ def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: s
     """Preference pairs, or for KTO labeled answers."""
     if given.get("drop_system_message"):
         raise NotHonored("drop_system_message has no equivalent with preferences")
-    found: Settings = {"format": "preference"}
-    if keys.get("rl") == "kto" and name in BUILT_IN_TEMPLATES and detail in _PAIRS:
-        fields = [_PAIRS[detail], "completion", "label"]
-        return {"format": "label", "fields": fields, "as_chat": True, "chat_template": name}
-    if name == "bradley_terry":
-        name, detail = detail, ""
-    if name == "chat_template":
-        _check_messages(given, keys)
-        context = given.get("field_messages", "messages")
-        found["fields"] = [
-            context,
-            given.get("field_chosen", "chosen"),
-            given.get("field_rejected", "rejected"),
-        ]
-        return found | template_settings(given, keys, kind)
     if name in BUILT_IN_TEMPLATES and detail in _PAIRS:
-        found |= {"fields": [_PAIRS[detail], "chosen", "rejected"], "as_chat": True, "chat_template": name}
-        return found
+        is_labeled = keys.get("rl") == "kto"
+        answers = ("completion", "label") if is_labeled else ("chosen", "rejected")
+        settings = {"format": "label" if is_labeled else "preference", "fields": [_PAIRS[detail], *answers]}
+        return settings | {"as_chat": True, "chat_template": name}
+    if "chat_template" in (name, detail if name == "bradley_terry" else ""):
+        _check_messages(given, keys)
+        names = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
+        fields = [given.get(key, default) for key, default in names.items()]
+        return {"format": "preference", "fields": fields, **template_settings(given, keys, kind)}
     raise NotHonored(
         f"type: {form or 'none'} of {keys.get('rl') or 'a reward model'} has no equivalent in data.format"
     )
@@ -220,12 +211,8 @@ def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: s
 
 def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
     """`chat_template`, or nothing where the tokenizer's own is meant; keys of the data set come first."""
-    own = given.get("chat_template")
-    name, jinja = (
-        (own, given.get("chat_template_jinja"))
-        if own or given.get("chat_template_jinja")
-        else (keys.get("chat_template"), keys.get("chat_template_jinja"))
-    )
+    source = given if given.get("chat_template") or given.get("chat_template_jinja") else keys
+    name, jinja = source.get("chat_template"), source.get("chat_template_jinja")
     if jinja and name in (None, "jinja"):
         if "\n" in jinja or "{" in jinja:
             raise NotHonored(
@@ -234,12 +221,11 @@ def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
         return {"chat_template": jinja}
     name = str(name or "tokenizer_default")
     base = str(keys.get("base_model", "")).rpartition("/")[2].lower()
-    is_own = kind in FAMILY_TEMPLATES.get(name, ()) and base not in _WITHOUT_TEMPLATE
     if name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_chatml"):
         return {}
     if name in BUILT_IN_TEMPLATES:
         return {"chat_template": name}
-    if is_own:
+    if kind in FAMILY_TEMPLATES.get(name, ()) and base not in _WITHOUT_TEMPLATE:
         return {}
     raise NotHonored(
         f"chat_template={name} is not that of the tokenizer of {keys.get('base_model')}: give data.chat_template=FILE"

@@ -84,7 +84,7 @@ def translate_keys(given: Mapping[str, Any]) -> Imported:
         ValueError: no tool knows the configuration.
     """
     known = tools()
-    tool = next((each for each in known if each.is_own(given)), None)
+    tool = next((each for each in known if each.recognizes(given)), None)
     if tool is None:
         needed = "; ".join(f"those of {each.name} have {each.needs}" for each in known)
         raise ValueError(f"no configuration of a tool that is known here: {needed}")
@@ -95,9 +95,7 @@ def translate_keys(given: Mapping[str, Any]) -> Imported:
             continue
         key = str(name)
         try:
-            if key not in tool.rules:
-                raise NotHonored("not a key that is known here")
-            found = tool.rules[key](value, given)
+            found = tool.rule_of(key)(value, given)
             numbers = [each for each in found.settings.values() if isinstance(each, int | float)]
             if not all(abs(each) < LARGEST for each in numbers):
                 raise NotHonored(f"{value!r:.80} is no number that a setting can have")

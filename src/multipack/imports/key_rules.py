@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from multipack.imports.data_sets import data_settings
-from multipack.imports.models import is_own, model_type
+from multipack.imports.models import has_decoder, model_type
 from multipack.imports.outcome import NOTHING, Honored, Keys, NotHonored
 from multipack.parallel.optimizers import OPTIMIZERS, OptimizerName
 
@@ -32,12 +33,9 @@ def packs(value: Any, keys: Keys) -> Honored:
 
 
 def accumulation(value: Any, keys: Keys) -> Honored:
-    """Micro-batches of a step, which `packs` multiplies; without a note if micro_batch_size has it."""
-    try:
-        found = packs(keys.get("micro_batch_size") or 1, keys)
-    except (ArithmeticError, TypeError, ValueError):
-        raise NotHonored("it multiplies micro_batch_size and the ranks, which are no numbers") from None
-    return Honored(found.settings, "" if keys.get("micro_batch_size") else found.note)
+    """Micro-batches of a step, which `packs` multiplies; its note stands at micro_batch_size if that is there."""
+    found = packs(keys.get("micro_batch_size") or 1, keys)
+    return replace(found, note="") if keys.get("micro_batch_size") else found
 
 
 def watchdog(value: Any, keys: Keys) -> Honored:
@@ -87,22 +85,9 @@ def schedule(value: Any, keys: Keys) -> Honored:
     if value not in _SCHEDULES:
         raise NotHonored(f"lr_scheduler={value}: there are {', '.join(_SCHEDULES)}")
     settings: dict[str, Any] = {"optimizer.schedule": _SCHEDULES[value]}
-    more, peak = dict(keys.get("lr_scheduler_kwargs") or {}), float(keys.get("learning_rate") or 0)
-    if "min_lr_rate" in more:
-        settings["optimizer.min_lr"] = float(more.pop("min_lr_rate")) * peak
-    if "min_lr" in more:
-        settings["optimizer.min_lr"] = float(more.pop("min_lr"))
-    if more:
-        raise NotHonored(f"lr_scheduler_kwargs.{next(iter(more))} has no equivalent")
     if value == "constant":
         settings["optimizer.warmup_steps"] = 0
     return Honored(settings)
-
-
-def rate_of(pattern: str, value: Any, keys: Keys, relative: bool) -> Honored:
-    """A learning rate of parameters of this name; `relative`: the value is a factor of learning_rate."""
-    factor = float(value) / (1.0 if relative else float(keys.get("learning_rate") or 1))
-    return Honored({"optimizer.rules": [f"{pattern} lr={factor:g}"]})
 
 
 # --- documents, evaluation, objectives ------------------------------------------------------------------
@@ -220,7 +205,7 @@ def num_labels(value: Any, keys: Keys) -> Honored:
 
 def compiled(value: Any, keys: Keys) -> Honored:
     """`torch_compile`."""
-    if not is_own(keys):
+    if not has_decoder(keys):
         return Honored(note="models with the code of transformers are not compiled")
     return Honored({"train.compile": "auto" if value == "auto" else "true"})
 

@@ -16,24 +16,14 @@ from multipack.shapes.json_values import read_json
 from multipack.untrusted import matching
 
 NOT_HERE: dict[str, str] = {
-    **dict.fromkeys(
-        ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-        "its recurrent layers keep documents of a pack apart only with the packages causal_conv1d and"
-        " flash-linear-attention",
-    ),
-    "mistral4": "transformers has no causal language model of it",
+    "falcon_h1 granitemoehybrid nemotron_h qwen3_next qwen3_5 qwen3_5_moe": "its recurrent layers keep documents of a"
+    " pack apart only with the packages causal_conv1d and flash-linear-attention",
     "jamba": "its recurrent layers carry state from one document of a pack into the next",
-    "glm_moe_dsa": "its attention computes with its mask",
-    "lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
-    "gemma3n": "not probed: whether it keeps documents of a pack apart is unknown",
-    "mpt": "its attention computes with its mask",
-    "falcon": "it reads a mask only",
-    "gptj": "it reads a mask only",
+    "mistral4": "transformers has no causal language model of it",
+    "falcon glm_moe_dsa gptj mpt": "its attention computes with its mask",
+    "gemma3n lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
     "qwen": "its code is on the hub, and no code of the hub is executed",
-    **dict.fromkeys(
-        ("lfm2_vl", "qwen2_vl", "glm4v", "llava", "mllama", "paddleocr_vl", "voxtral"),
-        "images and sound are not trained",
-    ),
+    "glm4v lfm2_vl llava mllama paddleocr_vl qwen2_vl voxtral": "images and sound are not trained",
 }
 """Types of models that are not trained here → the reason."""
 _QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
@@ -59,7 +49,7 @@ def base_model(value: Any, keys: Keys) -> Honored:
     kind, name = model_type(keys), str(value)
     if revision := keys.get("revision_of_model"):
         name = f"{name}@{revision}"
-    if reason := NOT_HERE.get(kind):
+    if reason := next((text for kinds, text in NOT_HERE.items() if kind in kinds.split()), ""):
         raise NotHonored(f"{kind} is not trained here: {reason}")
     if quantized := next((part for part in _QUANTIZED if part in name.lower()), ""):
         raise NotHonored(
@@ -101,7 +91,7 @@ def quantized_files(value: Any, keys: Keys) -> Honored:
     raise NotHonored("a quantized model: give one with weights in 16 bits")
 
 
-def is_own(keys: Keys) -> bool:
+def has_decoder(keys: Keys) -> bool:
     """Whether the decoder computes the base model."""
     return model_type(keys) in BY_TYPE
 
@@ -125,7 +115,7 @@ def adapter(value: Any, keys: Keys) -> Honored:
         double = (keys.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
         settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
     if not (keys.get("lora_target_linear") or keys.get("lora_target_modules")):
-        if not is_own(keys):
+        if not has_decoder(keys):
             raise NotHonored(
                 "lora_target_modules is missing: peft's defaults for this architecture are not known here"
             )
@@ -138,16 +128,21 @@ def targets(value: Any, keys: Keys) -> Honored:
     if keys.get("lora_target_linear"):
         return NOTHING  # all linear layers, these among them
     if isinstance(value, str):
-        matrices = [(module, matrix) for module, names in _MATRICES.items() for matrix in names]
-        names = [f"{layer}.{module}.{matrix}" for module, matrix in matrices for layer in _LAYERS]
+        names = [
+            f"{layer}.{module}.{matrix}"
+            for module, matrices in _MATRICES.items()
+            for matrix in matrices
+            for layer in _LAYERS
+        ]
         (found,) = _matching([value], names, whole=True)
-        of_matrix = [any(found[len(_LAYERS) * i :][: len(_LAYERS)]) for i in range(len(matrices))]
-        matches = [matrix for (_, matrix), is_matched in zip(matrices, of_matrix, strict=True) if is_matched]
-        if not matches:
+        matched = (
+            name.rpartition(".")[2] for name, is_matched in zip(names, found, strict=True) if is_matched
+        )
+        if not (matches := list(dict.fromkeys(matched))):
             raise NotHonored(f"lora_target_modules={value} matches no matrix of attention or feed-forward")
         return Honored({"adapter.targets": matches})
-    names = [str(name).rpartition(".")[2] if is_own(keys) else str(name) for name in value]
-    if is_own(keys) and (unknown := [name for name in names if name not in ALIASES]):
+    names = [str(name).rpartition(".")[2] if has_decoder(keys) else str(name) for name in value]
+    if has_decoder(keys) and (unknown := [name for name in names if name not in ALIASES]):
         raise NotHonored(f"{unknown[0]} is no matrix of this decoder: there are {', '.join(ALIASES)}")
     return Honored({"adapter.targets": names})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,9 @@ class Tool:
 
     Attributes:
         name: name of the tool.
-        is_own: whether a configuration is this tool's.
+        recognizes: whether a configuration is this tool's.
         needs: the keys that every such configuration has, in words.
-        rules: key → its rule; other keys are not honored.
+        rules: name or pattern of keys → their rule; other keys are not honored.
         defaults: setting → the tool's default, where it differs.
         false: keys for which `false` is a value; for other keys it means that they are missing.
         trackers: key that turns on a tracker → the tracker's name in `track.to`.
@@ -53,13 +54,24 @@ class Tool:
     """
 
     name: str
-    is_own: Callable[[Keys], Any]
+    recognizes: Callable[[Keys], Any]
     needs: str
     rules: Mapping[str, Rule]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     false: frozenset[str] = frozenset()
     trackers: Mapping[str, str] = field(default_factory=dict)
     read_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def rule_of(self, key: str) -> Rule:
+        """The rule under a key's name, else under the first pattern that matches it.
+
+        Raises:
+            NotHonored: the key is unknown.
+        """
+        patterns = (name for name in self.rules if "*" in name and fnmatchcase(key, name))
+        if rule := self.rules.get(key) or self.rules.get(next(patterns, "")):
+            return rule
+        raise NotHonored("not a key that is known here")
 
 
 def rules_of(
@@ -69,14 +81,14 @@ def rules_of(
     cannot: Mapping[str, str],
     no_effect: Iterable[str],
 ) -> dict[str, Rule]:
-    """Key → its rule.
+    """Name or pattern of keys → their rule.
 
     Args:
         renamed: key → setting of the same meaning, and the type of its value.
         functions: key → function, which may read other keys too.
-        noted: keys → a difference that does not change what is trained.
-        cannot: keys → the feature without an equivalent.
-        no_effect: keys that do not change what is trained.
+        noted: names of keys → a difference that does not change what is trained.
+        cannot: names of keys → the feature without an equivalent.
+        no_effect: names of keys that do not change what is trained.
     """
     found: dict[str, Rule] = {name: partial(_renamed, *target) for name, target in renamed.items()}
     found |= dict.fromkeys(no_effect, lambda value, keys: NOTHING)
