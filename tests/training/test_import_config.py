@@ -164,7 +164,7 @@ def test_a_step_has_packs_for_every_rank_that_is_known(imported):
 
 def test_keys_that_other_words_set_are_not_without_effect(imported):
     chats = {"path": "a/b", "type": "chat_template"}
-    found, config = imported(
+    found, _ = imported(
         adapter="lora",
         lora_target_linear=True,
         load_in_4bit=True,
@@ -178,8 +178,7 @@ def test_keys_that_other_words_set_are_not_without_effect(imported):
         trust_remote_code=True,
         base_model="meta-llama/Llama-3.2-1B",
     )
-    assert config.train.spike == "stop"
-    assert found.translated["loss_watchdog_threshold"].startswith("train.spike=stop (")
+    assert "train.spike=stop" in found.left["loss_watchdog_threshold"]
     assert found.translated["load_in_4bit"] == "adapter.quantize=nf4"
     assert found.translated["chat_template"] == "data.chat_template=llama3"
     assert "train.checkpoint_every" in found.left["saves_per_epoch"]
@@ -192,7 +191,6 @@ def test_patterns_of_a_file_end_in_bounded_time(imported, pattern, monkeypatch):
     monkeypatch.setattr(untrusted, "MOST_SECONDS", 2.0)
     keys = {"adapter": "lora", "lora_target_modules": pattern}
     assert list(imported(**keys)[0].lacking) == ["lora_target_modules"]
-    assert list(imported(unfrozen_parameters=[pattern])[0].lacking) == ["unfrozen_parameters"]
 
 
 def test_a_file_of_a_stranger_writes_neither_settings_nor_commands(imported):

@@ -7,7 +7,7 @@ from typing import Any
 from multipack.imports import key_rules as rules
 from multipack.imports import models
 from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of
-from multipack.training.other_names import HUGGING_FACE
+from multipack.training.other_names import ALIASES
 
 DEFAULTS: dict[str, Any] = {
     "plan.capacity": 512,
@@ -20,40 +20,32 @@ DEFAULTS: dict[str, Any] = {
 }
 """Setting → Axolotl's default, where it differs."""
 
-RENAMED: dict[str, tuple[str, type]] = {
-    **HUGGING_FACE,
-    "weight_decay": ("optimizer.weight_decay", float),
-    "warmup_steps": ("optimizer.warmup_steps", float),
-    "label_smoothing_factor": ("train.label_smoothing", float),
-    "seed": ("train.seed", int),
-    "early_stopping_patience": ("train.patience", int),
-    "load_best_model_at_end": ("train.keep_best", bool),
-    "peft_use_rslora": ("adapter.rank_stabilized", bool),
-    "train_on_inputs": ("data.train_on_prompt", bool),
-    "dataset_exact_deduplication": ("data.dedup", bool),
-    "tensor_parallel_size": ("parallel.tensor", int),
-    "context_parallel_size": ("parallel.context", int),
-    "sequence_parallel_degree": ("parallel.context", int),
-    "rl_beta": ("preference.beta", float),
-    "dpo_beta": ("preference.beta", float),
-    "orpo_alpha": ("preference.beta", float),
-    "simpo_gamma": ("preference.margin", float),
-    "rpo_alpha": ("preference.sft", float),
-    "kto_desirable_weight": ("preference.desirable", float),
-    "kto_undesirable_weight": ("preference.undesirable", float),
-    "dpo_label_smoothing": ("preference.label_smoothing", float),
-    "wandb_project": ("track.project", str),
-    "wandb_entity": ("track.entity", str),
-    "wandb_name": ("track.name", str),
-    "wandb_run_id": ("track.run_id", str),
-    "mlflow_experiment_name": ("track.project", str),
-    "mlflow_run_name": ("track.name", str),
-    "trackio_project_name": ("track.project", str),
-    "trackio_run_name": ("track.name", str),
-    "wandb_mode": ("track.mode", str),
-    "lora_modules_to_save": ("adapter.train", list),
+RENAMED: dict[str, str] = {
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_steps": "optimizer.warmup_steps",
+    "label_smoothing_factor": "train.label_smoothing",
+    "seed": "train.seed",
+    "early_stopping_patience": "train.patience",
+    "load_best_model_at_end": "train.keep_best",
+    "peft_use_rslora": "adapter.rank_stabilized",
+    "lora_modules_to_save": "adapter.train",
+    "train_on_inputs": "data.train_on_prompt",
+    "dataset_exact_deduplication": "data.dedup",
+    "tensor_parallel_size": "parallel.tensor",
+    "context_parallel_size sequence_parallel_degree": "parallel.context",
+    "rl_beta dpo_beta orpo_alpha": "preference.beta",
+    "simpo_gamma": "preference.margin",
+    "rpo_alpha": "preference.sft",
+    "kto_desirable_weight": "preference.desirable",
+    "kto_undesirable_weight": "preference.undesirable",
+    "dpo_label_smoothing": "preference.label_smoothing",
+    "wandb_project mlflow_experiment_name trackio_project_name": "track.project",
+    "wandb_name mlflow_run_name trackio_run_name": "track.name",
+    "wandb_entity": "track.entity",
+    "wandb_run_id": "track.run_id",
+    "wandb_mode": "track.mode",
 }
-"""Key → setting of the same meaning, and the type of its value."""
+"""Keys → setting of the same meaning, beside the names that other tools share."""
 
 TRACKERS = {
     "wandb_project": "wandb",
@@ -79,8 +71,6 @@ FUNCTIONS: dict[str, Rule] = {
     "model_quantization_config": models.quantized_files,
     "micro_batch_size": rules.packs,
     "gradient_accumulation_steps": rules.accumulation,
-    "loss_watchdog_threshold": rules.watchdog,
-    "loss_watchdog_patience": rules.watchdog,
     "optimizer": rules.optimizer,
     "lr_scheduler": rules.schedule,
     "cosine_min_lr_ratio": lambda value, keys: Honored(
@@ -129,6 +119,7 @@ NOTED: dict[str, str] = {
     "test_datasets": "data.validation_path=FILE takes validation documents of the same form as the training documents",
     "expert_parallel_size": "experts are divided as other weights are, by parallel.data=zero3",
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
+    "loss_watchdog_*": "train.spike=stop ends a run whose loss or gradient norm jumps, by standard deviations",
     "tiled_mlp": "saves memory only: train.tiles=4 divides the feed-forwards",
     "fp8 fp8_*": "products are computed in train.dtype: slower, less rounding",
     "quantization": "is of the export, after training",
@@ -216,7 +207,7 @@ TOOL = Tool(
         keys.get("base_model") and (keys.get("datasets") or keys.get("pretraining_dataset"))
     ),
     needs="base_model and datasets",
-    rules=rules_of(RENAMED, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
+    rules=rules_of({**ALIASES, **RENAMED}, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
     defaults=DEFAULTS,
     false=frozenset({"shuffle_merged_datasets"}),
     trackers=TRACKERS,

@@ -38,16 +38,6 @@ def accumulation(value: Any, keys: Keys) -> Honored:
     return replace(found, note="") if keys.get("micro_batch_size") else found
 
 
-def watchdog(value: Any, keys: Keys) -> Honored:
-    """A loss that ends the run."""
-    if not keys.get("loss_watchdog_threshold"):
-        return NOTHING
-    return Honored(
-        {"train.spike": "stop"},
-        "ends a run whose loss or gradient norm jumps, by standard deviations, not by a threshold",
-    )
-
-
 _OPTIMIZERS: dict[str, tuple[OptimizerName, str]] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("adamw", "")),
     "paged_adamw_32bit": ("adamw", "its states are not paged: parallel.offload keeps them on the host"),

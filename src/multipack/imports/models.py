@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,21 @@ from multipack.shapes.config_json import language_config
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.shapes.json_values import read_json
+from multipack.training.other_names import by_name
 from multipack.untrusted import matching
 
-NOT_HERE: dict[str, str] = {
-    "falcon_h1 granitemoehybrid nemotron_h qwen3_next qwen3_5 qwen3_5_moe": "its recurrent layers keep documents of a"
-    " pack apart only with the packages causal_conv1d and flash-linear-attention",
-    "jamba": "its recurrent layers carry state from one document of a pack into the next",
-    "mistral4": "transformers has no causal language model of it",
-    "falcon glm_moe_dsa gptj mpt": "its attention computes with its mask",
-    "gemma3n lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
-    "qwen": "its code is on the hub, and no code of the hub is executed",
-    "glm4v lfm2_vl llava mllama paddleocr_vl qwen2_vl voxtral": "images and sound are not trained",
-}
+NOT_HERE = by_name(
+    {
+        "falcon_h1 granitemoehybrid nemotron_h qwen3_next qwen3_5 qwen3_5_moe": "its recurrent layers keep documents of"
+        " a pack apart only with the packages causal_conv1d and flash-linear-attention",
+        "jamba": "its recurrent layers carry state from one document of a pack into the next",
+        "mistral4": "transformers has no causal language model of it",
+        "falcon glm_moe_dsa gptj mpt": "its attention computes with its mask",
+        "gemma3n lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
+        "qwen": "its code is on the hub, and no code of the hub is executed",
+        "glm4v lfm2_vl llava mllama paddleocr_vl qwen2_vl voxtral": "images and sound are not trained",
+    }
+)
 """Types of models that are not trained here → the reason."""
 _QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
 """Parts of the names of models whose files hold quantized weights."""
@@ -49,7 +51,7 @@ def base_model(value: Any, keys: Keys) -> Honored:
     kind, name = model_type(keys), str(value)
     if revision := keys.get("revision_of_model"):
         name = f"{name}@{revision}"
-    if reason := next((text for kinds, text in NOT_HERE.items() if kind in kinds.split()), ""):
+    if reason := NOT_HERE.get(kind):
         raise NotHonored(f"{kind} is not trained here: {reason}")
     if quantized := next((part for part in _QUANTIZED if part in name.lower()), ""):
         raise NotHonored(
@@ -134,7 +136,7 @@ def targets(value: Any, keys: Keys) -> Honored:
             for matrix in matrices
             for layer in _LAYERS
         ]
-        (found,) = _matching([value], names, whole=True)
+        (found,) = matching([value], names, whole=True)
         matched = (
             name.rpartition(".")[2] for name, is_matched in zip(names, found, strict=True) if is_matched
         )
@@ -145,14 +147,6 @@ def targets(value: Any, keys: Keys) -> Honored:
     if has_decoder(keys) and (unknown := [name for name in names if name not in ALIASES]):
         raise NotHonored(f"{unknown[0]} is no matrix of this decoder: there are {', '.join(ALIASES)}")
     return Honored({"adapter.targets": names})
-
-
-def _matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False) -> list[list[bool]]:
-    """`matching` of the regular expressions of a key."""
-    try:
-        return matching(patterns, names, whole)
-    except ValueError as error:
-        raise NotHonored(str(error)) from None
 
 
 def quantized_base(value: Any, keys: Keys) -> Honored:
@@ -172,21 +166,13 @@ def peft(value: Any, keys: Keys) -> Honored:
 
 
 def unfrozen(value: Any, keys: Keys) -> Honored:
-    """Regular expressions on the names of trained parameters; no effect if they match the whole language model."""
-    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
-    names += [f"{layer}.{part}.weight" for layer in ("model.layers.0", "model.layers.9") for part in _PARTS]
-    if keys.get("adapter"):
+    """Regular expressions on the names of trained parameters; no effect if they name the whole language model."""
+    everything = {"model.language_model", "lm_head"}
+    if keys.get("adapter") or everything <= {str(pattern).strip("^.*$") for pattern in value}:
         return NOTHING  # adapters are trained anyway
-    variants = [name.replace("model.", "model.language_model.", 1) for name in names]
-    found = _matching(value, [*names, *variants])
-    if all(any(each[i] or each[i + len(names)] for each in found) for i in range(len(names))):
-        return NOTHING  # all parameters of the language model
     raise NotHonored(
         "freezing by regular expressions: name what is frozen in optimizer.rules=[blocks.0 freeze, …]"
     )
-
-
-_PARTS = ("self_attn.q_proj", "mlp.up_proj", "input_layernorm")
 
 
 def remote_code(value: Any, keys: Keys) -> Honored:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
+
+from multipack.training.other_names import by_name
+from multipack.training.run_config import Config
+from multipack.words import flatten
 
 Keys = Mapping[str, Any]
 """A configuration of another tool."""
@@ -75,7 +79,7 @@ class Tool:
 
 
 def rules_of(
-    renamed: Mapping[str, tuple[str, type]],
+    renamed: Mapping[str, str],
     functions: Mapping[str, Rule],
     noted: Mapping[str, str],
     cannot: Mapping[str, str],
@@ -84,23 +88,28 @@ def rules_of(
     """Name or pattern of keys → their rule.
 
     Args:
-        renamed: key → setting of the same meaning, and the type of its value.
+        renamed: names of keys → setting of the same meaning.
         functions: key → function, which may read other keys too.
         noted: names of keys → a difference that does not change what is trained.
         cannot: names of keys → the feature without an equivalent.
         no_effect: names of keys that do not change what is trained.
     """
-    found: dict[str, Rule] = {name: partial(_renamed, *target) for name, target in renamed.items()}
-    found |= dict.fromkeys(no_effect, lambda value, keys: NOTHING)
-    for rule, texts in ((_noted, noted), (_cannot, cannot)):
-        found |= {name: partial(rule, text) for names, text in texts.items() for name in names.split()}
+    found: dict[str, Rule] = dict.fromkeys(no_effect, lambda value, keys: NOTHING)
+    for rule, rows in ((_renamed, renamed), (_noted, noted), (_cannot, cannot)):
+        found |= {name: partial(rule, text) for name, text in by_name(rows).items()}
     return found | dict(functions)
 
 
-def _renamed(setting: str, kind: type, value: Any, keys: Keys) -> Honored:
-    """A setting of the same meaning."""
+@cache
+def _defaults() -> dict[str, Any]:
+    return flatten(asdict(Config()))
+
+
+def _renamed(setting: str, value: Any, keys: Keys) -> Honored:
+    """A setting of the same meaning; its value gets the type of the default."""
+    kind = type(_defaults()[setting])
     try:
-        return Honored({setting: kind(value)})
+        return Honored({setting: [value] if kind is list and isinstance(value, str) else kind(value)})
     except (TypeError, ValueError) as error:
         raise NotHonored(f"{value!r} is not a value of {setting}") from error
 
