@@ -153,23 +153,19 @@ def deepspeed(value: Any, keys: Keys) -> Honored:
     return Honored({"parallel.data": f"zero{stage}", **offload})
 
 
+_PLUGINS = (
+    *("CutCrossEntropyPlugin", "ExpertParallelPlugin", "KernelsPlugin", "LigerPlugin", "LMEvalPlugin"),
+    *("MultipackPlugin", "SwanLabPlugin"),
+)
+"""Plugins that do not change what is trained, as the keys of these features."""
+
+
 def plugins(value: Any, keys: Keys) -> Honored:
-    """Plugins that make steps faster have no effect on what is trained."""
+    """Plugins of features that have keys too."""
     names = [str(plugin).rpartition(".")[2] for plugin in value]
     if unknown := [name for name in names if name not in _PLUGINS]:
         raise NotHonored(f"plugin {unknown[0]} has no equivalent")
-    return Honored(note="; ".join(filter(None, map(_PLUGINS.__getitem__, names))))
-
-
-_PLUGINS = {
-    "SwanLabPlugin": "",
-    "CutCrossEntropyPlugin": "",  # the loss never holds all logits here
-    "LigerPlugin": "",
-    "KernelsPlugin": "",
-    "MultipackPlugin": "",
-    "LMEvalPlugin": "",
-    "ExpertParallelPlugin": "experts are divided as other weights are, by parallel.data=zero3",
-}
+    return NOTHING
 
 
 def preference(value: Any, keys: Keys) -> Honored:
