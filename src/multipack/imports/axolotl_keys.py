@@ -6,7 +6,7 @@ from typing import Any
 
 from multipack.imports import key_rules as rules
 from multipack.imports import models
-from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of
+from multipack.imports.outcome import NOTHING, Honored, Rule, Tool, rules_of, sets
 from multipack.training.other_names import ALIASES
 
 DEFAULTS: dict[str, Any] = {
@@ -57,14 +57,12 @@ TRACKERS = {
 
 FUNCTIONS: dict[str, Rule] = {
     "base_model": models.base_model,
-    "datasets": rules.data,
-    "pretraining_dataset": rules.data,
+    "datasets pretraining_dataset": rules.data,
     "val_set_size": rules.validation,
     "special_tokens": rules.special_tokens,
     "adapter": models.adapter,
-    "load_in_8bit": models.quantized_base,
-    "load_in_4bit": models.quantized_base,
-    "lora_target_linear": lambda value, keys: Honored({"adapter.targets": ["all-linear"]}),
+    "load_in_8bit load_in_4bit": models.quantized_base,
+    "lora_target_linear": sets({"adapter.targets": ["all-linear"]}),
     "lora_target_modules": models.targets,
     "peft": models.peft,
     "unfrozen_parameters": models.unfrozen,
@@ -76,28 +74,22 @@ FUNCTIONS: dict[str, Rule] = {
     "cosine_min_lr_ratio": lambda value, keys: Honored(
         {"optimizer.min_lr": float(value) * float(keys.get("learning_rate") or 0)}
     ),
-    **dict.fromkeys(
-        ("bf16", "bfloat16"),
-        lambda value, keys: Honored({"train.dtype": "auto" if value == "auto" else "bf16"}),
-    ),
-    "fp16": lambda value, keys: Honored({"train.dtype": "fp16"}),
-    "float16": lambda value, keys: Honored({"train.dtype": "fp16"}),
-    "float32": lambda value, keys: Honored({"train.dtype": "fp32"}),
+    "bf16 bfloat16": lambda value, keys: Honored({"train.dtype": "auto" if value == "auto" else "bf16"}),
+    "fp16 float16": sets({"train.dtype": "fp16"}),
+    "float32": sets({"train.dtype": "fp32"}),
     "gradient_checkpointing": rules.recompute,
-    "fsdp": rules.sharding,
-    "fsdp_config": rules.sharding,
+    "fsdp fsdp_config": rules.sharding,
     "dp_shard_size": lambda value, keys: rules.sharding(value, keys) if int(value) > 1 else NOTHING,
     "dp_replicate_size": rules.replicas,
     "deepspeed": rules.deepspeed,
     "plugins": rules.plugins,
     "rl": rules.preference,
-    "reward_model": lambda value, keys: Honored({"preference.loss": "reward"}),
+    "reward_model": sets({"preference.loss": "reward"}),
     "num_labels": rules.num_labels,
     "torch_compile": rules.compiled,
-    "pad_to_sequence_len": lambda value, keys: Honored({"train.fixed_shape": "true"}),
+    "pad_to_sequence_len": sets({"train.fixed_shape": "true"}),
     "excess_length_strategy": rules.overlong,
-    "curriculum_sampling": lambda value, keys: Honored({"plan.order": "given"}),
-    "sample_packing_sequentially": lambda value, keys: Honored({"plan.order": "given"}),
+    "curriculum_sampling sample_packing_sequentially": sets({"plan.order": "given"}),
     "shuffle_merged_datasets": lambda value, keys: NOTHING if value else Honored({"plan.order": "given"}),
     "trust_remote_code": models.remote_code,
     "tokenizer_config": lambda value, keys: Honored(
@@ -105,11 +97,8 @@ FUNCTIONS: dict[str, Rule] = {
     ),
     "tokenizer_use_mistral_common": models.mistral_tokenizer,
     "model_type": models.model_class,
-    "quantize_moe_experts": lambda value, keys: (
-        NOTHING if value else Honored(note="adapter.quantize quantizes experts too")
-    ),
 }
-"""Key → function, which may read other keys too."""
+"""Keys → function, which may read other keys too."""
 
 NOTED: dict[str, str] = {
     "eval_strategy evals_per_epoch": "steps of an epoch are known when the documents are read: set train.eval_every",
@@ -141,7 +130,7 @@ _FASTER = """
     sample_packing eval_sample_packing sample_packing_* *multipack_* attn_implementation fused_attn_kernel
     flash_* flex_* liger_* unsloth_* xformers_attention sdp_attention eager_attention cut_cross_entropy
     chunked_cross_entropy gemma4_hybrid_attn_impl use_glm_dsa_kernels use_kernels use_scattermoe use_sonicmoe
-    experts_implementation llama4_linearized_experts lora_*_kernel tf32 low_cpu_mem_usage
+    experts_implementation quantize_moe_experts llama4_linearized_experts lora_*_kernel tf32 low_cpu_mem_usage
     gradient_checkpointing_kwargs torch_compile_* heads_k_stride ring_attn_func ddp ddp_* accelerator_config
     fsdp_version fsdp_final_state_dict_type qlora_sharded_model_loading experimental_skip_move_to_device
     lora_on_cpu expert_parallel_num_nvl_bytes expert_parallel_token_capacity gc_steps use_ray ray_*

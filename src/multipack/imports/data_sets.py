@@ -150,8 +150,7 @@ def _completion(given: Entry, keys: Entry, kind: str) -> Settings:
 
 
 def _chat(given: Entry, keys: Entry, kind: str) -> Settings:
-    default = "conversations" if str(given.get("type")).startswith("sharegpt") else "messages"
-    fields = [str(given.get("field_messages", default))]
+    fields = [str(given.get("field_messages", "messages"))]
     if given.get("field_tools", "tools") != "tools":
         fields.append(str(given["field_tools"]))
     _check_messages(given, keys)
@@ -184,10 +183,8 @@ def _check_messages(given: Entry, keys: Entry) -> None:
             f"train_on_eos={eos}: the token that ends an answer is a target, those of other turns are not"
         )
     thinking = given.get("field_thinking", "reasoning_content")
-    if given.get("template_thinking_key", thinking) != thinking:
-        raise NotHonored(
-            f"field_thinking={thinking}: rename it in the records to {given['template_thinking_key']}"
-        )
+    if (wanted := given.get("template_thinking_key", thinking)) != thinking:
+        raise NotHonored(f"field_thinking={thinking}: rename it in the records to {wanted}")
 
 
 def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: str) -> Settings:
@@ -237,6 +234,5 @@ FORMS: dict[str, Callable[[Entry, Entry, str], Settings]] = {
     "completion": _completion,
     "pretrain": lambda given, keys, kind: _completion(given, keys, kind) | {"stream": True},
     "chat_template": _chat,
-    "sharegpt": _chat,
 }
 """`type` of a data set → its settings."""

@@ -55,11 +55,9 @@ class Imported:
         for name, value in self.settings.items():
             group, _, setting = name.rpartition(".")
             (tree.setdefault(group, {}) if group else tree)[setting] = value
-        body: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-        if not body.replace(
-            "\n", ""
-        ).isprintable():  # PyYAML leaves some line ends unescaped, which read back as spaces
-            body = yaml.safe_dump(tree, sort_keys=False)
+        body: str = yaml.safe_dump(
+            tree, sort_keys=False
+        )  # escapes all but ASCII: a line end reads back as itself
         return "".join(f"# {_in_one_line(line)}\n" for line in lines) + body
 
 

@@ -89,7 +89,7 @@ def rules_of(
 
     Args:
         renamed: names of keys → setting of the same meaning.
-        functions: key → function, which may read other keys too.
+        functions: names of keys → function, which may read other keys too.
         noted: names of keys → a difference that does not change what is trained.
         cannot: names of keys → the feature without an equivalent.
         no_effect: names of keys that do not change what is trained.
@@ -97,7 +97,12 @@ def rules_of(
     found: dict[str, Rule] = dict.fromkeys(no_effect, lambda value, keys: NOTHING)
     for rule, rows in ((_renamed, renamed), (_noted, noted), (_cannot, cannot)):
         found |= {name: partial(rule, text) for name, text in by_name(rows).items()}
-    return found | dict(functions)
+    return found | by_name(functions)
+
+
+def sets(settings: Mapping[str, Any]) -> Rule:
+    """The rule of a key that sets the same, whatever its value is."""
+    return lambda value, keys: Honored(settings)
 
 
 @cache
