@@ -11,6 +11,7 @@ from multipack.data.text.alpaca import STYLES
 from multipack.data.text.data_config import BUILT_IN_TEMPLATES
 from multipack.data.text.records import ROLES, SHAREGPT_ROLES
 from multipack.imports.outcome import NotHonored
+from multipack.training.other_names import by_name
 from multipack.words import as_text
 
 Entry = Mapping[str, Any]
@@ -26,36 +27,23 @@ _READ = frozenset(_KEYS.split())
 """Keys of a data set that are read, or have no effect on its documents."""
 _MAPPED = {"role": ("role", "from"), "content": ("content", "value")}
 """Property of a message → its names in records."""
-FAMILY_TEMPLATES: dict[str, tuple[str, ...]] = {
-    "gemma": ("gemma", "gemma2"),
-    "gemma3": ("gemma3_text",),
-    "gemma3n": ("gemma3n",),
-    "gemma4": ("gemma4",),
-    "gemma4_unified": ("gemma4_unified",),
-    "qwen_25": ("qwen2",),
-    "qwen3": ("qwen3", "qwen3_moe"),
-    "qwen3_5": ("qwen3_5", "qwen3_5_moe"),
-    "phi_3": ("phi3",),
-    "phi_35": ("phi3",),
-    "phi_4": ("phi3",),
-    "cohere": ("cohere", "cohere2"),
-    "command_a": ("cohere2",),
-    "deepseek_v2": ("deepseek_v2",),
-    "jamba": ("jamba",),
-    "llama3": ("llama",),
-    "llama4": ("llama4",),
-    "falcon_h1": ("falcon_h1",),
-    "mistral_v7_tekken": ("mistral", "ministral3"),
-}
-"""Template of Axolotl → types of models whose tokenizers come with it."""
+FAMILY_TEMPLATES = by_name(
+    {
+        "gemma": ("gemma2",),
+        "gemma3": ("gemma3_text",),
+        "qwen_25": ("qwen2",),
+        "qwen3": ("qwen3_moe",),
+        "qwen3_5": ("qwen3_5_moe",),
+        "phi_3 phi_35 phi_4": ("phi3",),
+        "cohere command_a": ("cohere2",),
+        "llama3": ("llama",),
+        "mistral_v7_tekken": ("mistral", "ministral3"),
+    }
+)
+"""Template of Axolotl → types of models, beside one of the same name, whose tokenizers come with it."""
 _WITHOUT_TEMPLATE = ("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-4-26b-a4b")
 """Models of these families whose tokenizers have no template, because they are not tuned for chats."""
-_PAIRS = {
-    "prompt_pairs": "prompt",
-    "ultra": "prompt",
-    "intel": "question",
-    "icr": "input",
-}
+_PAIRS = by_name({"prompt_pairs ultra": "prompt", "intel": "question", "icr": "input"})
 """Kind of preference records in Axolotl, as in chatml.intel → the field of the prompt."""
 
 
@@ -222,7 +210,7 @@ def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
         return {}
     if name in BUILT_IN_TEMPLATES:
         return {"chat_template": name}
-    if kind in FAMILY_TEMPLATES.get(name, ()) and base not in _WITHOUT_TEMPLATE:
+    if kind in (name, *FAMILY_TEMPLATES.get(name, ())) and base not in _WITHOUT_TEMPLATE:
         return {}
     raise NotHonored(
         f"chat_template={name} is not that of the tokenizer of {keys.get('base_model')}: give data.chat_template=FILE"
