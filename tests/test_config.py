@@ -144,9 +144,8 @@ def test_what_contradicts_or_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"plan\.capacity=512 and max_length=1024 both set plan\.capacity"):
         compose(["plan.capacity=512", "max_length=1024"])
     assert compose(["plan.capacity=512", "max_length=512"]).plan.capacity == 512
-    assert (
-        compose(["plan.capacity=512", "plan.capacity=1024"]).plan.capacity == 1024
-    )  # as shells append words
+    appended = compose(["plan.capacity=512", "plan.capacity=1024"])  # as shells append words
+    assert appended.plan.capacity == 1024
     path = tmp_path / "bad.yaml"
     path.write_text("learning_rate: 0.1\noptimizer:\n  lr: 0.2\n")
     with pytest.raises(ConfigError, match=r"both set optimizer\.lr"):
@@ -193,9 +192,8 @@ def test_defaults_are_those_of_the_command():
 
 def test_resume_takes_the_saved_values_under_the_words(tmp_path):
     run = RunDirectory(tmp_path / "run")
-    run.create(
-        config_yaml(compose(["train.seed=11", "model=tiny", "optimizer.lr=1e-5", "optimizer.min_lr=1e-6"]))
-    )
+    saved = compose(["train.seed=11", "model=tiny", "optimizer.lr=1e-5", "optimizer.min_lr=1e-6"])
+    run.create(config_yaml(saved))
     config = compose_run([f"out={run.path}", "train.resume=true", "train.steps=9", "optimizer.lr=2e-6"])
     assert (config.train.seed, config.train.steps, config.model.layers) == (11, 9, 2)
     assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-6, 1e-6)
@@ -287,22 +285,21 @@ def as_file(path, word):
     return f"config={path}"
 
 
+@pytest.fixture(params=["word", "file"])
+def said(request, tmp_path):
+    """Word → the same setting as a word, or in a file."""
+    return lambda word: word if request.param == "word" else as_file(tmp_path / "file.yaml", word)
+
+
 @pytest.mark.parametrize("resume", ["auto", "true", "path"])
-@pytest.mark.parametrize("how", ["word", "file"])
-def test_a_resumed_run_keeps_its_model_and_its_order_whatever_names_another(tmp_path, how, resume):
+def test_a_resumed_run_keeps_its_model_and_its_order_whatever_names_another(tmp_path, said, resume):
     run = resumable(tmp_path / "run")
     resumed = [f"out={run.path}", f"train.resume={run.path if resume == 'path' else resume}"]
     for word, name in list(KEPT.items())[:: 1 if resume == "auto" else 6]:
-        given = word if how == "word" else as_file(tmp_path / "file.yaml", word)
         with pytest.raises(ConfigError, match=rf"^{re.escape(name)} was .* cannot become"):
-            compose_run([*resumed, given])
-    for word in (
-        "model.dropout=0.1",
-        "model.attention=loop",
-        "optimizer.lr=1e-5",
-        "train.steps=7",
-    ):
-        compose_run([*resumed, word if how == "word" else as_file(tmp_path / "file.yaml", word)])
+            compose_run([*resumed, said(word)])
+    for word in ("model.dropout=0.1", "model.attention=loop", "optimizer.lr=1e-5", "train.steps=7"):
+        compose_run([*resumed, said(word)])
 
 
 def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_path):
@@ -316,7 +313,6 @@ def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_pat
         compose(["plan.effort=2"])
 
 
-@pytest.mark.parametrize("how", ["word", "file"])
 @pytest.mark.parametrize(
     "word",
     [
@@ -328,21 +324,18 @@ def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_pat
         "model.tied=true",
     ],
 )
-def test_unchanged_settings_resume_a_run(tmp_path, how, word):
+def test_unchanged_settings_resume_a_run(tmp_path, said, word):
     run = resumable(tmp_path / "run")
-    given = word if how == "word" else as_file(tmp_path / "file.yaml", word)
     for resume in ("auto", "true", str(run.path)):
-        config = compose_run([f"out={run.path}", f"train.resume={resume}", given])
+        config = compose_run([f"out={run.path}", f"train.resume={resume}", said(word)])
         assert (config.model, config.plan) == (compose(STARTED).model, compose(STARTED).plan)
 
 
-@pytest.mark.parametrize("how", ["word", "file"])
-def test_packs_of_a_resumed_run_are_those_of_its_steps(tmp_path, how):
-    run, file = resumable(tmp_path / "run"), tmp_path / "file.yaml"
+def test_packs_of_a_resumed_run_are_those_of_its_steps(tmp_path, said):
+    run = resumable(tmp_path / "run")
 
     def resumed(resume, word):
-        given = word if how == "word" else as_file(file, word)
-        return compose_run([f"out={run.path}", f"train.resume={resume}", given])
+        return compose_run([f"out={run.path}", f"train.resume={resume}", said(word)])
 
     for word in ("plan.micro_batches=4", "plan.packs_per_step=8", "gradient_accumulation_steps=1"):
         for ranks in (1, 2, 4):  # a restart by the same words, also on other ranks
@@ -454,11 +447,8 @@ def test_no_file_of_settings_reads_the_environment(tmp_path, monkeypatch, text):
         (checkpoint / name).write_text("{}")
     for file in (tmp_path / "file.yaml", run.config, checkpoint / "config.yaml"):
         file.write_text(text)
-    names = ("train.resume", "train.init_from")
-    words = [
-        f"config={tmp_path / 'file.yaml'}",
-        *(f"{name}={path}" for name in names for path in (run.path, checkpoint)),
-    ]
+    places = [(name, path) for name in ("train.resume", "train.init_from") for path in (run.path, checkpoint)]
+    words = [f"config={tmp_path / 'file.yaml'}", *(f"{name}={path}" for name, path in places)]
     for read in (*(partial(compose_run, [word]) for word in words), partial(trained_shape, run.path)):
         with pytest.raises(ConfigError) as refused:
             read()
