@@ -22,8 +22,14 @@ _GATED = (
     *("qwen2_moe", "qwen3_moe", "olmo", "olmoe"),
     *("cohere", "cohere2", "granitemoe", "glm4", "glm4_moe"),
 )
-_PLAIN = ("gptj", "gpt_neox", "gpt_bigcode", "phi")
-"""Model types without a row in families.py whose feed-forward layers have a gate, or none; files do not state it."""
+"""Model types without a row in families.py whose feed-forward layers have a gate, which files do not state."""
+_PLAIN = {"norm": "layernorm", "activation": "gelu", "bias": True}
+_SWITCHES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gptj", "gpt_neox", "phi"), _PLAIN),
+    "gpt_bigcode": {**_PLAIN, "positions": "learned"},
+    "qwen2_moe": {"qkv_bias": True},
+}
+"""Model type without a row there → field of `ModelShape` → value, where it is not Llama's."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), BY_TYPE["qwen2"].defaults),
     **{kind: {"tie_word_embeddings": True} for kind in ("gpt_bigcode", "cohere")},
@@ -101,23 +107,20 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """
     given = language_config(source if isinstance(source, Mapping) else read_json(Path(source)))
     kind = str(given.get("model_type", "?"))
-    family, is_plain = BY_TYPE.get(kind), kind in _PLAIN
+    family = BY_TYPE.get(kind)
     filled = {**_DEFAULTS.get(kind, {}), **given}
     config = {name: value for name, value in filled.items() if value is not None}
     _check_known(kind, config)
     found = _sizes(kind, config)
     fields = {
         **found,
-        **_layers_that_differ(config, found),
-        "positions": "learned" if kind == "gpt_bigcode" else "rope",
-        "norm": "layernorm" if is_plain else "rmsnorm",
-        "activation": "gelu" if is_plain else "swiglu",
-        "bias": is_plain,
-        "qkv_bias": kind == "qwen2_moe",
+        **_windows(config, found["layers"]),
+        "dense_layers": _dense_layers(config, found["layers"]) if found["experts"] else 0,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "norm_eps": real_of(config, _EPSILONS, 1e-5),
         # The cost does not depend on these: an unknown scaling, or another one in some layers, is no error.
         **read_rotation(config),
+        **_SWITCHES.get(kind, {}),
     }
     if family is not None:
         fields |= {"family": kind, **_family_fields(family, config, fields)}
@@ -142,6 +145,8 @@ def _sizes(kind: str, config: Mapping[str, Any]) -> dict[str, int]:
     missing = [" or ".join(dict.fromkeys(_NAMES[field])) for field in needed if not found[field]]
     if missing:
         raise ValueError(f"the configuration of model_type={kind!r} lacks {'; '.join(missing)}")
+    if found["layers"] > MOST_LAYERS:  # before lists of them are made
+        raise ValueError(f"num_hidden_layers={found['layers']} is more than {MOST_LAYERS:,}")
     # Files of dense models may name settings that they do not use.
     if not found["experts"]:
         found |= dict.fromkeys(("experts_per_token", "expert_width", "shared_experts", "shared_width"), 0)
@@ -187,52 +192,48 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
         )
-    if kind not in (*BY_TYPE, *_GATED, *_PLAIN) and config.get("hidden_act") not in ("silu", "swish"):
+    if kind not in (*BY_TYPE, *_GATED, *_SWITCHES) and config.get("hidden_act") not in ("silu", "swish"):
         raise ValueError(
             f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
             " feed-forward layer is gated; give a ModelShape instead"
         )
 
 
-def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """The fields of windows (`window`, `full_every`, `window_layers`), and `dense_layers` of a mixture."""
-    layers = found["layers"]
+def _windows(config: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """The fields `window`, `full_every` and `window_layers`; none if no layer has a window."""
     window = number_of(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
+    sliding = _sliding(config, layers)
+    if not window or not any(sliding):
+        return {}
+    every = next((n for n in range(1, layers + 1) if sliding == _with_windows(layers, n)), 0)
+    count = 0 if every or all(sliding) else sum(sliding)
+    return {"window": window, "full_every": every, "window_layers": count}
+
+
+def _sliding(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has a window, if there is one."""
     kinds, pattern = config.get("layer_types"), number_of(config, ("sliding_window_pattern",))
-    if layers > MOST_LAYERS:
-        return {}  # more than a shape may have, which its check reports
     if isinstance(kinds, list):
         unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != layers:
             raise ValueError(
                 f"layer_types must name {layers} layers of known cost, got {unknown or len(kinds)}"
             )
-        sliding = [kind == "sliding_attention" for kind in kinds]
-    elif pattern:
-        sliding = _with_windows(layers, pattern)
-    elif config.get("use_sliding_window"):
-        sliding = [layer >= number_of(config, ("max_window_layers",)) for layer in range(layers)]
-    else:
-        sliding = [True] * layers
-    fields: dict[str, int] = {}
-    if window and any(sliding):
-        every = next((n for n in range(1, layers + 1) if sliding == _with_windows(layers, n)), 0)
-        count = 0 if every or all(sliding) else sum(sliding)
-        fields = {"window": window, "full_every": every, "window_layers": count}
-    if found["experts"]:
-        fields["dense_layers"] = sum(not _has_experts(config, layer) for layer in range(layers))
-    return fields
+        return [kind == "sliding_attention" for kind in kinds]
+    if pattern:
+        return _with_windows(layers, pattern)
+    # Only Qwen's files say that windows are used, and from which layer on.
+    first = number_of(config, ("max_window_layers",)) if config.get("use_sliding_window") else 0
+    return [layer >= first for layer in range(layers)]
 
 
-def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether the feed-forward of a layer of a mixture has experts."""
+def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Number of layers of a mixture without experts."""
+    first = number_of(config, ("first_k_dense_replace",))
     every, step = (number_of(config, (name,)) or 1 for name in ("moe_layer_freq", "decoder_sparse_step"))
-    return (
-        layer >= number_of(config, ("first_k_dense_replace",))
-        and layer % every == 0
-        and (layer + 1) % step == 0
-        and layer not in config.get("mlp_only_layers", ())
-    )
+    with_experts = range(first + -first % every, layers, every)
+    dense = config.get("mlp_only_layers", ())
+    return layers - sum((layer + 1) % step == 0 and layer not in dense for layer in with_experts)
 
 
 def _with_windows(layers: int, full_every: int) -> list[bool]:
