@@ -127,15 +127,13 @@ class AdapterConfig:
             ValueError: one does not; the message has the nearest names.
         """
         parts = {".".join(name.split(".")[2:]): None for name in matrices}
-        for setting, patterns, names, known in (
-            ("targets", self.targets, matrices, [*parts, *ALIASES]),
-            ("train", self.train, modules, list(modules)),
+        for setting, kind, patterns, matches, names, known in (
+            ("targets", "matrix of a block", self.targets, _matches, matrices, [*parts, *ALIASES]),
+            ("train", "module", self.train, _begins, modules, [*modules]),
         ):
-            matches = _matches if setting == "targets" else _begins
             for pattern in patterns:
                 if not any(matches(name, pattern) for name in names):
-                    near = difflib.get_close_matches(pattern, known, 3, 0.5) or list(known)[:4]
-                    kind = "matrix of a block" if setting == "targets" else "module"
+                    near = difflib.get_close_matches(pattern, known, 3, 0.5) or known[:4]
                     raise ValueError(
                         f"adapter.{setting}: {pattern} is no {kind} of this model; there are {', '.join(near)}, …"
                     )
