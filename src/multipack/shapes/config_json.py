@@ -77,8 +77,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     """Check the sizes of a model, and of models inside it, before they determine the sizes of lists and tensors.
 
     Raises:
-        ValueError: a number of layers, heads, experts or groups is beyond `MOST_LAYERS`, or a width beyond
-            `MOST_WIDTH`.
+        ValueError: a count is beyond `MOST_LAYERS`, or a width beyond `MOST_WIDTH`.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -96,15 +95,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Read the fields of a `ModelShape` from a Hugging Face configuration.
-
-    Args:
-        source: the file's content, its path, or the folder of config.json.
-
-    Raises:
-        ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
-        FileNotFoundError: the file does not exist.
-    """
+    """The fields that `ModelShape.from_huggingface` reads; raises its errors."""
     given = language_config(source if isinstance(source, Mapping) else read_json(Path(source)))
     kind = str(given.get("model_type", "?"))
     family = BY_TYPE.get(kind)
@@ -166,10 +157,7 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
 
 
 def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:
-    """Settings for which the decoder would compute another function than the model; empty if there are none.
-
-    `windowed` is whether a layer has a window.
-    """
+    """Settings for which the decoder would compute another function; `windowed` = a layer has a window."""
     if family is None:
         return f"model_type={kind!r}"
     differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
