@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from multipack.launch.allocation import find_allocation, find_launchers
 from multipack.machine import Finding, MissingExtra, Status, explain_missing, install_words
@@ -33,9 +32,9 @@ PROCESS_SECONDS = 90.0
 """Timeout of the checks in two processes; importing torch takes most of the time."""
 COLLECTIVES = (
     *("-m", "multipack.launch.torchrun", "--rdzv-backend", "loopback", "--nproc-per-node", "2"),
-    *("-m", "multipack", "bench", "collectives", "--sizes", "4KiB", "--repeats", "1", "--json"),
+    *("-m", "multipack.launch.collectives_check"),
 )
-"""Arguments of the interpreter that run and check every collective in two processes."""
+"""Arguments of the interpreter that check the collectives of training in two processes; a device follows."""
 
 
 def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") -> Finding:
@@ -253,7 +252,7 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Run every collective in two processes."""
+    """Run the collectives of training in two processes."""
     import torch
 
     backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if torch.cuda.device_count() > 1 else {})
@@ -262,19 +261,18 @@ def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"run with TORCH_DISTRIBUTED_DEBUG=DETAIL; if it hangs, set {backend.upper()}_SOCKET_IFNAME to the network"
             " interface that the hosts share (`lo` on one host), and check firewalls"
         )
-        rows, error = run_collectives(environment, device, PROCESS_SECONDS)
-        for row in rows:
-            wrong = ", ".join(map(str, row["wrong_ranks"]))
-            detail = f"wrong result on rank {wrong}" if wrong else f"correct, {1000 * row['seconds']:.1f} ms"
-            yield _judge(f"{row['operation']} ({backend})", detail, remedy if wrong else "")
+        found, error = run_collectives(environment, device, PROCESS_SECONDS)
+        for name, wrong in found.items():
+            detail = f"wrong result on rank {', '.join(map(str, wrong))}" if wrong else "correct"
+            yield _judge(f"{name} ({backend})", detail, remedy if wrong else "")
         if error:
             yield Finding(f"collectives ({backend})", "fail", error, remedy)
 
 
 def run_collectives(
     environment: Mapping[str, str], device: str, timeout_seconds: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Run `multipack bench collectives` in two processes.
+) -> tuple[dict[str, list[int]], str]:
+    """Run collectives_check.py in two processes.
 
     Args:
         environment: environment variables of the processes; a launcher's are removed.
@@ -282,12 +280,12 @@ def run_collectives(
         timeout_seconds: time after which the processes are terminated.
 
     Returns:
-        The measurements, and an error if there are none.
+        Collective → ranks with a wrong result, and an error if the processes failed.
     """
     names = {name for row in LAUNCHERS for names in row[1:] for name in names.split()}
     names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     process = subprocess.Popen(
-        [sys.executable, *COLLECTIVES, "--device", device],
+        [sys.executable, *COLLECTIVES, device],
         env={name: value for name, value in environment.items() if name not in names},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -298,9 +296,9 @@ def run_collectives(
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers
         process.communicate()
-        return [], f"killed after {timeout_seconds:g} s"
+        return {}, f"killed after {timeout_seconds:g} s"
     try:
         return json.loads(printed), ""
     except json.JSONDecodeError:
         reason = re.search(r"\w*[Ee]rror: .*", errors)
-        return [], reason[0][:300] if reason else f"exit code {process.returncode}"
+        return {}, reason[0][:300] if reason else f"exit code {process.returncode}"
