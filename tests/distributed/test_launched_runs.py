@@ -36,7 +36,16 @@ def launch():
     started = []
 
     def start(out, processes, words, restarts=0):
-        launcher = ["-m", "multipack", "launch", "-n", str(processes), "--max-restarts", str(restarts), "--"]
+        launcher = [
+            "-m",
+            "multipack",
+            "launch",
+            "-n",
+            str(processes),
+            "--flags",
+            f"--max-restarts {restarts}",
+            "--",
+        ]
         started.append(
             Launched(out, processes, [*launcher, "train", *words, "train.resume=auto", f"out={out}"])
         )

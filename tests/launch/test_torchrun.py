@@ -231,7 +231,8 @@ def test_a_live_launch_is_reached_from_this_host_only(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    request = LaunchRequest(["train"], processes=2, max_restarts=1, port=port, python=sys.executable)
+    flags = ("--max-restarts", "1")
+    request = LaunchRequest(["train"], processes=2, flags=flags, port=port, python=sys.executable)
     command = launch_command(request, Allocation())
     command = [*command[: command.index("-m", 3)], "program.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
