@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -130,9 +129,6 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
         yield _judge(f"cuda:{index}", detail, remedy if free < total / 2 else "", "warn")
-    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
-    if count and shown:
-        yield Finding("visible gpus", "ok", f"{count}, by CUDA_VISIBLE_DEVICES={shown}")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
         remedy = "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
@@ -143,13 +139,6 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         needed = name == "gloo" or count > 0
         detail = "available" if available else "not in this torch; nccl is for GPUs"
         yield _judge(name, detail, f"install torch with {name}" if needed and not available else "")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if Path("/sys/class/infiniband").exists():
-        few = 0 <= locked < LEAST_FREE_BYTES  # -1 = unlimited
-        detail = f"{locked / 2**20:,.0f} MiB may be locked" if few else "enough memory may be locked"
-        yield _judge(
-            "infiniband", detail, "ulimit -l unlimited (LimitMEMLOCK of the scheduler)" if few else "", "warn"
-        )
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -209,28 +198,22 @@ def _address(environment: Mapping[str, str], several: bool) -> Finding:
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that folders can be written and locked, and that the planner's compiled code can be cached."""
-    import numba
-
+    """Check that folders can be written and locked, and have room."""
     from multipack.atomic import cache_folder, locked
 
-    cache: Path | None = None
-    try:
-        cache = cache_folder()
-    except ValueError as error:
-        yield Finding("cache", "fail", str(error), "set XDG_CACHE_HOME to a writable folder")
-    for name, folder, remedy in (
-        ("cache", cache, "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
+    folders = [
         ("current", Path.cwd(), "change to a writable folder, or use out=FOLDER"),
         ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a writable folder"),
-        (
-            "shared memory",
-            Path("/dev/shm"),
-            "enlarge it (docker run --shm-size=8g): nccl and data.stage use it",
-        ),
-    ):
-        if folder is None or (name == "shared memory" and not folder.exists()):  # only Linux has it
-            continue
+    ]
+    try:
+        remedy = "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"
+        folders.append(("cache", cache_folder(), remedy))
+    except ValueError as error:
+        yield Finding("cache", "fail", str(error), "set XDG_CACHE_HOME to a writable folder")
+    if (shared := Path("/dev/shm")).exists():  # only Linux has it
+        remedy = "enlarge it (docker run --shm-size=8g): nccl and data.stage use it"
+        folders.append(("shared memory", shared, remedy))
+    for name, folder, remedy in folders:
         try:
             # A missing folder is created when it is needed: its nearest existing parent must be writable.
             parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -243,12 +226,6 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
             continue
         room = "" if free >= LEAST_FREE_BYTES else f"free space, or {remedy}"
         yield _judge(name, f"{folder}, {free / 2**30:.1f} GiB free", room, "warn")
-    detail, remedy = "kept between runs", ""
-    try:
-        numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
-    except RuntimeError:
-        detail, remedy = "every process compiles the planner", "set NUMBA_CACHE_DIR to a writable folder"
-    yield _judge("compiled code", detail, remedy, "warn")
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
