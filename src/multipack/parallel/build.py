@@ -9,7 +9,6 @@ it divides to parallel_config.py, and give it a place here, where it is imported
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,6 @@ def build_engine(
     dtype: torch.dtype = torch.float32,
     *,
     micro_batches: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> ModelEngine:
     """Build this rank's part of a model as the configuration says, and its engine; collective.
 
@@ -88,7 +86,6 @@ def build_engine(
         config: the strategies.
         dtype: precision of forward passes.
         micro_batches: micro-batches per rank and step; a pipeline is built for this number.
-        clock: returns seconds.
 
     Raises:
         ValueError: the strategies cannot be applied to this model.
@@ -105,7 +102,7 @@ def build_engine(
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
-        return ModelEngine([model], made, mesh, dtype, call=call, saved=blueprint.saved, clock=clock)
+        return ModelEngine([model], made, mesh, dtype, call=call, saved=blueprint.saved)
     built = [
         _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
     ]
@@ -114,12 +111,7 @@ def build_engine(
     _fill(blueprint, modules, mesh.world, host, files.empty_like if files is not None and host else None)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
-    options: dict[str, Any] = {
-        "share": share,
-        "shapes": blueprint.shapes,
-        "saved": blueprint.saved,
-        "clock": clock,
-    }
+    options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "saved": blueprint.saved}
     if mesh.sizes["pp"] == 1:
         call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
         keep = config.strategy.keeps_gathered

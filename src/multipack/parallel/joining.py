@@ -78,10 +78,10 @@ def connected(
         use_expandable_segments()
     program = Path(sys.argv[0]).name
     command = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
-    place = {"rank": ranks.rank, "size": ranks.size, "local_rank": ranks.local_rank, "device": own}
-    started: dict[str, Any] = place | {"launcher": ranks.launcher, "command": command}
+    place: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size, "device": own}
+    place |= {"launcher": ranks.launcher, "command": command}
     if is_alone and not group_of_one:
-        yield World(**started)
+        yield World(**place)
         return
     if ranks.launcher == "torchrun":
         _end_with_parent()
@@ -93,7 +93,7 @@ def connected(
     store, watch = _meet(os.environ, backend, ranks, address, timeout_seconds)
     try:
         _start_group(store, backend, ranks, timeout_seconds, own)
-        yield World(**started, backend=backend, timeout_seconds=timeout_seconds, watch=watch)
+        yield World(**place, backend=backend, timeout_seconds=timeout_seconds, watch=watch)
         dist.barrier()
     except BaseException as error:
         failure = watch.report(error)

@@ -49,11 +49,6 @@ class MappedFiles:
                 f"parallel.offload_folder={folder} cannot be written ({error.strerror}): choose another folder"
             ) from error
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes.values())
-
     def empty_like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape, dtype and division in a file, in contiguous order; its values are zeros.
 
