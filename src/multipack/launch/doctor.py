@@ -44,13 +44,7 @@ def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") ->
 def examine(
     environment: Mapping[str, str], quick: bool = False, progress: Callable[[str], None] = lambda area: None
 ) -> list[Finding]:
-    """Run all checks.
-
-    Args:
-        environment: environment variables of this process.
-        quick: skip the checks that start processes.
-        progress: called with the area before each check.
-    """
+    """Run all checks, with `quick` those that start no processes; `progress` is called with the area of each."""
     checks = [_packages, _devices, _attention, _launching, _folders, *([] if quick else [_processes])]
     found: list[Finding] = []
     for check in checks:
@@ -249,12 +243,7 @@ def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
 def run_collectives(
     environment: Mapping[str, str], device: str, timeout_seconds: float
 ) -> tuple[dict[str, list[int]], str]:
-    """Run collectives_check.py in two processes.
-
-    Args:
-        environment: environment variables of the processes; a launcher's are removed.
-        device: `cpu` or `cuda`.
-        timeout_seconds: time after which the processes are terminated.
+    """Run collectives_check.py in two processes, without the variables of a launcher.
 
     Returns:
         Collective → ranks with a wrong result, and an error if the processes failed.

@@ -204,13 +204,10 @@ def launch(
     dry_run: bool = False,
     check: Callable[[int], None] = lambda processes: None,
 ) -> None:
-    """Print the command and execute it in place of this process.
+    """Execute the command in place of this process, or only print it.
 
-    Args:
-        request: the command and its processes.
-        hostfile: file of hosts; empty = the job's hosts.
-        dry_run: print the command without executing it.
-        check: called with the number of processes; raises a ValueError if the words do not suit it.
+    Without a hostfile the hosts are the job's. `check` is called with the number of processes, and raises a ValueError
+    if the words do not suit it.
 
     Raises:
         ValueError: see `launch_command`; or this process is itself one of several launched processes.

@@ -79,13 +79,8 @@ def build_engine(
 ) -> ModelEngine:
     """Build this rank's part of a model as the configuration says, and its engine; collective.
 
-    Args:
-        blueprint: the model.
-        optimizer: makes the optimizer of this rank's parameters.
-        mesh: the ranks; without a process group every strategy is plain training.
-        config: the strategies.
-        dtype: precision of forward passes.
-        micro_batches: micro-batches per rank and step; a pipeline is built for this number.
+    Without a process group every strategy is plain training. A pipeline is built for this number of micro-batches per
+    rank and step.
 
     Raises:
         ValueError: the strategies cannot be applied to this model.
@@ -149,14 +144,8 @@ def _fill(
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Wrap a model in DDP: rank 0's parameters everywhere, gradients averaged in the last backward pass of a step.
 
-    Gradients are views of DDP's reduction buckets, which exist from the first step on.
-
-    Args:
-        model: whole, on this rank's device. Names of its parameters stay the same.
-        mesh: the ranks that are replicas of each other, in one dimension.
-
-    Returns:
-        The module to call in training; it shares the model's parameters.
+    Gradients are views of DDP's reduction buckets, which exist from the first step on. The result is the module to call
+    in training; it shares the model's parameters.
     """
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None

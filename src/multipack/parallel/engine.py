@@ -410,11 +410,7 @@ class ModelEngine:
         return norm
 
     def step(self, learning_rate: float) -> None:
-        """Apply the optimizer and clear the gradient.
-
-        Args:
-            learning_rate: learning rate of the step; multiplied by a parameter group's `lr_scale` if it has one.
-        """
+        """Apply the optimizer, with a parameter group's `lr_scale` as a factor of the rate, and clear the gradient."""
         self.world.watch.at_stage("optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)

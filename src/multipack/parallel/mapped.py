@@ -30,9 +30,6 @@ class MappedFiles:
     Files are allocated in full, so that a full disk is an error and not a signal later, and removed from their folder
     as soon as they are mapped: their space is free when the process ends, however it ends.
 
-    Args:
-        folder: existing folder.
-
     Raises:
         ValueError: there is no such folder, or it cannot be written.
     """
@@ -81,11 +78,7 @@ class MappedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer whose state is in files: it steps one tensor after the other.
 
     `param_groups` and `state` belong to the wrapped optimizer; tensors of `state` are on the CPU between steps.
-    Counters of steps stay in memory.
-
-    Args:
-        wrapped: the optimizer, without state yet.
-        files: files of the state.
+    Counters of steps stay in memory. The wrapped optimizer has no state yet.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, files: MappedFiles) -> None:

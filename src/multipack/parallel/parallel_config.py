@@ -166,9 +166,7 @@ class ParallelConfig:
     def resolved(self, shape: ModelShape, limited: bool = False) -> ParallelConfig:
         """The same settings, with ulysses in place of auto where the kernels of planned are not exact.
 
-        Args:
-            shape: shape of the decoder.
-            limited: whether the settings choose a backend, which only ulysses calls, or documents share tokens.
+        `limited`: the settings choose a backend, which only ulysses calls, or documents share tokens.
         """
         is_auto = self.context_method == "auto"
         return replace(self, context_method="ulysses") if is_auto and (limited or _unplanned(shape)) else self
@@ -266,12 +264,7 @@ class ParallelConfig:
     ) -> None:
         """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
-        Args:
-            shape: shape of the decoder; a vocabulary of 0 is not known yet and not checked.
-            world_size: number of processes of the run.
-            capacity: maximum number of slots of a pack.
-            dtype: precision of forward passes.
-            resumed: whether the shape comes from a saved run and cannot change.
+        A vocabulary of 0 is not known yet and not checked. The shape of a run that is `resumed` cannot change.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
