@@ -96,7 +96,7 @@ def test_ranks_divide_the_vocabulary_of_the_tokenizer():
         SimpleNamespace(world=SimpleNamespace(size=2)),
     )
     with pytest.raises(ValueError, match=r"model\.vocabulary_size=257: use model\.vocabulary_size=258"):
-        open_model(config, None, start, mesh, None)
+        open_model(config, None, start, mesh)
 
 
 @pytest.mark.parametrize("rules", ["[embedding freeze,blocks.0 freeze]", "[blocks.0 freeze]"])
@@ -107,4 +107,4 @@ def test_the_first_stage_has_trained_parameters(rules):
     refused = pytest.raises(ValueError, match=r"optimizer\.rules .*parallel\.pipeline=1")
     goes_on = pytest.raises(AttributeError, match="size")  # the next check asks for the other ranks
     with refused if "embedding" in rules else goes_on:
-        open_engine(config, None, config.shape_with(257), None, mesh, torch.float32, None)
+        open_engine(config, None, config.shape_with(257), None, mesh, torch.float32)

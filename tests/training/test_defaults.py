@@ -91,7 +91,7 @@ def test_weights_of_all_ranks_of_a_host_must_fit_into_its_memory(monkeypatch, wo
         with pytest.raises(
             error, match="the 2 of 4 ranks on this host" if error is ValueError else "data_size"
         ):
-            open_engine(config, None, shape, None, SimpleNamespace(world=world), torch.float32, None)
+            open_engine(config, None, shape, None, SimpleNamespace(world=world), torch.float32)
 
 
 def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):

@@ -137,7 +137,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     config, mesh, resumed = opening.config, opening.mesh, opening.resumed
     corpus = read_documents(config, mesh, console)
     start = find_start(config, corpus, resumed, world)
-    model = open_model(config, corpus, start, mesh, clock)
+    model = open_model(config, corpus, start, mesh)
     config, engine = model.config, model.engine
     with console.notice(PLANNING):
         feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
@@ -316,13 +316,7 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     return Start(shape, weights, folder, base_hash, notes)
 
 
-def open_model(
-    config: Config,
-    corpus: Corpus,
-    start: Start,
-    mesh: Mesh,
-    clock: Callable[[], float],
-) -> OpenModel:
+def open_model(config: Config, corpus: Corpus, start: Start, mesh: Mesh) -> OpenModel:
     """Resolve the settings, and open the engine of the model that they describe; collective.
 
     Raises:
@@ -336,7 +330,7 @@ def open_model(
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
     objective, dtype = objective_of(config, corpus), DTYPES[config.train.dtype]
-    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
+    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype)
     cost_model = CostModel.from_shape(start.shape, adapter=config.adapter)
     return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
 

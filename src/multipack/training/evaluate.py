@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,7 +205,7 @@ def _evaluate(
     shape = objective_of(config, corpus).shape(shape_of(config, corpus.tokenizer, found))
     read, note = adapt_weights(found, shape, corpus.tokenizer, "RUN")
     start = Start(shape, read, found.folder, "", [note])
-    model = open_model(config, corpus, start, mesh, time.perf_counter)
+    model = open_model(config, corpus, start, mesh)
     objective, engine = model.objective, model.engine
     with console.progress("computing reference values") as advance:
         views, _ = objective.views(engine, advance, folder.parent.parent if folder is not None else None)
