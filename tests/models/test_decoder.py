@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.data.packs.collate import PackedCollator
 from multipack.models.decoder import Decoder
 from multipack.models.rotary import rotary_tables, rotate
+from multipack.ops.logits import LossOptions
 from multipack.shapes import ModelShape
 
 STARTS = (0, 7, 8, 20, 23, 32)
@@ -197,14 +198,18 @@ def test_meta_model_can_be_filled(shape, documents, pack):
 
 
 def test_loss_function_can_be_replaced_and_gets_weights_only_if_there_are_any(shape, documents, pack):
-    def summed(hidden, weight, targets, num_targets):
+    def summed(hidden, weight, targets, num_targets, **options):
         assert (hidden.shape, weight.shape, targets.shape) == ((32, 32), (50, 32), (32,))
+        seen.append(options)
         return hidden.sum()
 
-    model = Decoder(shape, training_loss=summed)
+    model, seen = Decoder(shape, loss_options=LossOptions(z_loss=0.1)), []
+    model.loss_function = summed
     model(pack(documents))
-    with pytest.raises(TypeError, match="weights"):
-        model(PackedCollator(8, 64, loss_weighting="document")(documents))
+    model.eval()(PackedCollator(8, 64, loss_weighting="document")(documents))
+    assert "weights" in seen[1]
+    assert "weights" not in seen[0]
+    assert [options["z_loss"] for options in seen] == [0.1, 0.0]
 
 
 # --- windows ------------------------------------------------------------------------------------------

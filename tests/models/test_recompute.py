@@ -145,10 +145,10 @@ def test_a_tiled_feed_forward_is_never_whole(shape, document, pack, kind):
 def test_tiles_divide_the_vocabulary_of_preferences_too(shape, distance):
     model = PreferenceDecoder(shape)
     hidden, targets = torch.randn(9, shape.d_model), torch.randint(0, shape.vocabulary_size, (9,))
-    expected = model.log_probabilities(hidden, model.output_weight, targets)
+    expected = model.loss_function(hidden, model.output_weight, targets)
     tile_layers(model, 4)
     with Watch() as watch:
-        found = model.log_probabilities(hidden, model.output_weight, targets)
+        found = model.loss_function(hidden, model.output_weight, targets, **vars(model.loss_options))
     assert distance(found, expected) < 1e-6
     assert not any(made[-1:] == (shape.vocabulary_size,) for made in watch.shapes)
 

@@ -292,8 +292,7 @@ def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMas
         max_seqlen_k=rounded(max(paths)),
         lengths_k=paths,
         ends=ends,
-        loss_slots=nothing,
-        target_rows=nothing,
+        target_slots=nothing,
         target_bounds=nothing,
         last_slots=nothing,
     )
