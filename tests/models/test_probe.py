@@ -173,11 +173,10 @@ BATCHES = {
     "cu_seqlens without the last bound": (bounds(lambda bound: bound[:-1]), "bounds"),
     "cu_seqlens without the first bound": (bounds(lambda bound: bound[1:]), "bounds"),
     "two documents as one in cu_seqlens": (bounds(lambda bound: bound[[0, 1, 3]]), "bounds"),
-    "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "longest"),
+    "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "bounds"),
     "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions leak"),
     "positions from 1": ({"position_ids": lambda batch: batch["position_ids"] + 1}, "positions"),
     "positions of one document go on": ({"position_ids": continued}, "positions leak"),
-    "seq_idx of one document": ({"seq_idx": lambda batch: torch.zeros_like(batch["seq_idx"])}, "segments"),
     "target at a border": ({"labels": border_labels}, "border"),
     "labels shifted twice": ({"labels": shifted_labels}, "labels"),
     "labels of other tokens": ({"labels": lambda batch: batch["labels"].roll(3, 1)}, "labels"),
@@ -391,7 +390,7 @@ MODELS = {
     "token shift": (Shift(), "leak"),
     "experts with a capacity": (CapacityExperts(), "leak"),
     "statistics of the pack": (PackNorm(), "leak"),
-    "state between calls": (Stateful(), "state"),
+    "state between calls": (Stateful(), "leak"),
     "averages of earlier tokens": (Averages(), "leak"),
 }
 
