@@ -308,8 +308,11 @@ def test_a_resumed_run_keeps_its_model_and_its_order_whatever_names_another(tmp_
 def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_path):
     run = resumable(tmp_path / "run")
     saved = run.config.read_text()
-    run.config.write_text(saved.replace("plan:\n", "plan:\n  effort: 1\n"))
+    run.config.write_text(
+        saved.replace("plan:\n", "plan:\n  effort: 1\n").replace("model:\n", "model:\n  kernels: auto\n")
+    )
     assert "effort" in run.config.read_text()
+    assert "kernels" in run.config.read_text()
     config = compose_run([f"out={run.path}", "train.resume=true"])
     assert config.plan == compose(STARTED).plan
     with pytest.raises(ConfigError, match=r"plan\.effort .* leave it out"):

@@ -170,9 +170,7 @@ def _training_command(settings: Sequence[str], command: PlanCommand) -> str:
     known = {each.name for each in fields(Config)} - {"model"} | {"config"}
     pairs = [translate(*split(word)) for word in settings]
     words = [
-        f"{key}={value}"
-        for key, value in pairs
-        if key.partition(".")[0] in known or key in ("model.attention", "model.kernels")
+        f"{key}={value}" for key, value in pairs if key.partition(".")[0] in known or key == "model.attention"
     ]
     given = dict(pairs)
     words += [] if "plan.capacity" in given else [f"plan.capacity={command.plan.capacity}"]
