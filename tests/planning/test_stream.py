@@ -83,6 +83,16 @@ def test_every_document_once_or_named(problem):
     assert options["tail"] == "drop" or not len(made.left)
 
 
+class Several:
+    """An iterable that is neither a sequence nor an iterator, and has no state."""
+
+    def __init__(self, documents):
+        self.documents = documents
+
+    def __iter__(self):
+        yield from self.documents
+
+
 @settings(deadline=None, max_examples=15)
 @given(problems(), st.data())
 def test_resuming_anywhere_is_exact(problem, data):
@@ -90,7 +100,7 @@ def test_resuming_anywhere_is_exact(problem, data):
     documents = [[7] * length for length in lengths]
     sources = {
         "list": lambda: documents,
-        "function": lambda: lambda position: iter(documents[position:]),
+        "iterable": lambda: Several(documents),
         "stateful": lambda: Rows(documents),
     }
     source = sources[data.draw(st.sampled_from(sorted(sources)))]
@@ -120,10 +130,6 @@ class Failing(Rows):
                 raise OSError("away")
             yield item
 
-    def read(self, position):
-        self.next = position
-        return iter(self)
-
 
 def test_a_step_knows_its_own_state_however_far_the_stream_was_read():
     steps = list(stream())
@@ -135,16 +141,15 @@ def test_a_step_knows_its_own_state_however_far_the_stream_was_read():
 
 
 def test_a_source_that_raises_is_read_again_from_the_position():
-    for source in (Failing([100, 500, 1999]), Failing([100, 500, 1999]).read):
-        made, steps, errors = stream(source), [], 0
-        while made.position < len(LENGTHS):
-            try:
-                for step in made:
-                    steps.append(described(step))
-            except OSError:
-                errors += 1
-        assert errors == 3
-        assert steps == [described(step) for step in stream()]
+    made, steps, errors = stream(Failing([100, 500, 1999])), [], 0
+    while made.position < len(LENGTHS):
+        try:
+            for step in made:
+                steps.append(described(step))
+        except OSError:
+            errors += 1
+    assert errors == 3
+    assert steps == [described(step) for step in stream()]
 
 
 def test_steps_are_as_full_as_a_plan_and_nobody_waits_long():
@@ -155,7 +160,9 @@ def test_steps_are_as_full_as_a_plan_and_nobody_waits_long():
     filled = [step.tokens / (4 * 256) for step in steps[:-12]]
     assert np.mean(filled) >= 0.99
     assert min(filled) >= 0.85
-    assert 0 < made.longest_wait <= 8
+    latest = np.maximum.accumulate([step.positions.max() for step in steps])
+    waits = [step.number - np.searchsorted(latest, step.positions.min()) for step in steps]
+    assert 0 < max(waits) <= 8
 
 
 def test_epochs():
@@ -180,7 +187,7 @@ def test_targets_and_loss_weighting():
 def test_an_iterator_is_read_once():
     made = stream(iter(LENGTHS))
     list(made)
-    with pytest.raises(ValueError, match="cannot be read again"):
+    with pytest.raises(ValueError, match="documents is an iterator"):
         list(made)
 
 
@@ -216,13 +223,13 @@ def test_states_are_checked():
     made = stream()
     next(iter(made))
     state = through_json(made.state_dict())
-    with pytest.raises(ValueError, match="capacity was 256 and is 512"):
+    with pytest.raises(ValueError, match="capacity from 256 to 512"):
         stream(capacity=512).load_state_dict(state)
     with pytest.raises(ValueError, match="lacks rows"):
         stream().load_state_dict({key: value for key, value in state.items() if key != "rows"})
     row = state["rows"][0]
     for change in (
-        {"rows": [[0, 0, 0, -1, 5]]},
+        {"rows": [[0, 0, 0, 5]]},
         {"rows": [[1]]},
         {"rows": {"positions": 2}},
         {"rows": [row, row]},

@@ -214,6 +214,12 @@ def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, A
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`capacity from 128 to 256` for each option of a plan that was another one; both are keys of plans."""
+    changed = [name for name in now if name not in before or before[name] != now[name]]
+    return [f"{name} from {short(before.get(name))} to {short(now[name])}" for name in changed]
+
+
 def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str, Any]) -> None:
     """`ValueError`, which says what changed, if a saved state is of another plan."""
     saved = state["fingerprint"]
@@ -221,11 +227,7 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
         return
     theirs, ours = str(saved).split("-"), fingerprint.split("-")
     before = state.get("options")
-    named = [
-        f"{name} from {short(before[name])} to {key[name]!r}"
-        for name in key
-        if isinstance(before, dict) and name in before and before[name] != key[name]
-    ]
+    named = changed_options(before, key) if isinstance(before, dict) else []
     parts = (
         f"the planner's version (from {' '.join(theirs[0].split())[:20]} to {ours[0]})",
         "the documents' lengths",
