@@ -20,7 +20,6 @@ REFUSED = [
     ("data=store data.path=x data.stream=true", 1, "train.steps"),
     ("train.patience=2 data.validation=0", 1, "train.patience=2"),
     ("parallel.context=2 parallel.context_method=planned model.attention=loop", 2, "model.attention=loop"),
-    ("parallel.context_slack=0.1 train.fixed_shape=true", 1, "parallel.context_slack=0.1"),
     (f"{SHARED} parallel.context=2 parallel.context_method=planned", 2, "parallel.context_method=planned"),
     (f"{SHARED} model.rope_type=dynamic model.rope_factor=2 model.context=64", 1, "model.rope_type=dynamic"),
     (f"{SHARED} plan.align=8", 1, "plan.align=8"),

@@ -56,7 +56,7 @@ def measure_context(
 
     Args:
         packs: lengths of the documents of each pack.
-        placing: the ranks, their cost model and prices; all ranks compute equally many slots.
+        placing: the ranks, their cost model and prices.
         slots: slots of a pack, a multiple of the ranks.
         shape: the decoder.
         size: bytes of an element.

@@ -410,7 +410,6 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
         # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
         divides = config.plan.longest % parallel.token_multiple == 0
         fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
-        fixed = fixed and not parallel.context_slack
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = ""

@@ -91,11 +91,6 @@ RULES = (
         " model.attention=auto, or parallel.context_method=ulysses",
     ),
     Refusal(
-        lambda run: run.parallel.context_slack and run.train.fixed_shape == "true",
-        "parallel.context_slack={parallel.context_slack:g} gives context ranks unequal numbers of slots: use"
-        " train.fixed_shape=false, or parallel.context_slack=0",
-    ),
-    Refusal(
         lambda run: run.shares and run.parallel.context > 1 and run.parallel.context_method == "planned",
         "parallel.context_method=planned divides documents, which data.share_prefixes={data.share_prefixes} lets share"
         " tokens: use parallel.context_method=ulysses",
