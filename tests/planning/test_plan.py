@@ -3,13 +3,13 @@
 import hashlib
 import json
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import problems
 from multipack.planning import report as measure
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
@@ -17,44 +17,7 @@ from multipack.planning.packing import pack
 from multipack.planning.plan import Plan, SingleDocuments, plan
 from multipack.shapes import SHAPES
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
-
 CASES = settings(deadline=None, max_examples=25)
-
-
-COSTS = [
-    None,
-    SHAPES["gpt2"],
-    CostModel(None, linear=3, quadratic=1, constant=500),
-    CostModel(None, linear=9, quadratic=1, sliding=2, window=40),
-    CostModel(None, linear=0, quadratic=0, constant=1),
-]
-
-
-@st.composite
-def problems(draw):
-    """Lengths and options, from ones to documents that fill a pack."""
-    capacity = draw(st.integers(1, 300))
-    shortest = draw(st.sampled_from([1, 1, max(1, capacity // 3), capacity // 2 + 1]))
-    lengths = draw(st.lists(st.integers(min(shortest, capacity), capacity), min_size=1, max_size=90))
-    options = {
-        "capacity": capacity,
-        "packs_per_step": draw(st.integers(1, 6)),
-        "window": draw(st.integers(1, 5)),
-        "order": draw(st.sampled_from(["shuffled", "given"])),
-        "balance": draw(st.sampled_from(["cost", "joint", "tokens"])),
-        "seed": draw(st.integers(0, 3)),
-        "budget": draw(st.one_of(st.none(), st.integers(1, capacity))),
-        "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
-        "group": draw(st.booleans()),
-        "align": draw(st.sampled_from([1, 1, 2, 3])),
-        "cost": draw(st.sampled_from(COSTS)),
-    }
-    options["align"] = min(options["align"], capacity)
-    lengths = np.array(lengths).clip(max=capacity // options["align"] * options["align"])
-    if draw(st.booleans()):
-        options["targets"] = lengths // 2
-    return lengths, options
 
 
 def check(made: Plan, lengths, options):
@@ -84,6 +47,8 @@ def check(made: Plan, lengths, options):
 @given(problems(), st.data())
 def test_keep_loses_nothing(problem, data):
     lengths, options = problem
+    if data.draw(st.booleans()):
+        options["targets"] = lengths // 2
     carried = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
     made, again = (plan(lengths, **options, carried=carried) for _ in range(2))
     check(made, lengths, options)
@@ -93,17 +58,18 @@ def test_keep_loses_nothing(problem, data):
 
 
 @CASES
-@given(problems(), st.sampled_from(["drop", "carry"]))
-def test_full_steps_name_the_rest(problem, tail):
+@given(problems(["drop", "carry"]))
+def test_full_steps_name_the_rest(problem):
     lengths, options = problem
+    tail = options["tail"]
     slots = options["packs_per_step"] * (options["budget"] or options["capacity"])
     limit = options["packs_per_step"] * (options["max_documents"] or 10**9)
     taken = -(-lengths // options["align"]) * options["align"]
     if taken.sum() < slots and len(lengths) < limit:
         with pytest.raises(ValueError, match="full steps only"):
-            plan(lengths, **options, tail=tail)
+            plan(lengths, **options)
         return
-    made = plan(lengths, **options, tail=tail)
+    made = plan(lengths, **options)
     check(made, lengths, options)
     left = made.dropped if tail == "drop" else made.carried
     assert taken[left].sum() < slots
@@ -125,13 +91,13 @@ def test_steps_are_exact_and_enough(problem, more, epoch):
 
 
 @settings(deadline=None, max_examples=20)
-@given(problems(), st.integers(1, 6))
+@given(problems(["carry"]), st.integers(1, 6))
 def test_carry_is_one_queue(problem, steps):
     lengths, options = problem
     steps = min(steps, len(lengths))
     carried, trained, most = None, np.zeros(len(lengths), dtype=int), set()
     for epoch in range(6):
-        made = plan(lengths, **options, epoch=epoch, tail="carry", carried=carried, steps=steps)
+        made = plan(lengths, **options, epoch=epoch, carried=carried, steps=steps)
         check(made, lengths, options)
         assert made.num_steps == steps
         carried = made.carried
@@ -379,11 +345,10 @@ def test_aligned_documents_take_more_slots():
         plan([120, 3], capacity=126, packs_per_step=1, align=16)
 
 
-@pytest.mark.skipif(not (DATA / "openchat_v1.npy").exists(), reason="../shared/data is not there")
 @pytest.mark.parametrize("epoch", [0, 7])
-def test_openchat_is_filled_and_balanced(epoch):
+def test_openchat_is_filled_and_balanced(epoch, shared_data):
     """multipack V2: 37 steps, 99.70 %, 99.71 %, lag 438; dropping 1.24 %: 36 steps, 99.64 %, lag 6,500."""
-    lengths = np.load(DATA / "openchat_v1.npy")
+    lengths = np.load(shared_data / "lengths/openchat_v1.npy")
     options = {"capacity": 32768, "packs_per_step": 8, "window": 1, "epoch": epoch, "balance": "joint"}
     keep = measure.report(plan(lengths, **options), 8)
     assert keep.steps == 37
@@ -396,10 +361,9 @@ def test_openchat_is_filled_and_balanced(epoch):
     assert drop.l2_lag_mean <= 120
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not there")
 @pytest.mark.parametrize("name", ["gsm8k_train", "stdlib311_doc2src", "instructlab_sdg_24k", "openchat_v1"])
-def test_real_lengths_need_the_fewest_steps(name):
-    lengths = np.load(DATA / f"{name}.npy")
+def test_real_lengths_need_the_fewest_steps(name, shared_data):
+    lengths = np.load(shared_data / f"lengths/{name}.npy")
     for capacity, window in ((8192, 4), (8192, 16), (32768, 4)):
         made = plan(lengths, capacity=capacity, packs_per_step=8, window=window)
         assert made.num_steps == -(-pack(lengths, capacity).lower_bound // 8)

@@ -3,10 +3,10 @@
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,35 +16,14 @@ from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost
 from multipack.planning.plan import plan
 from multipack.planning.steps import permutation
-from multipack.shapes import SHAPES
-
-COSTS = [
-    CostModel.from_shape(SHAPES["tiny"]),
-    CostModel.from_shape(SHAPES["llama-8b"]),
-    CostModel(None, linear=40, constant=5000),  # a document's own cost outweighs its tokens'
-    CostModel(None, linear=90, quadratic=1, sliding=2, window=16),
-]
-OPENCHAT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths" / "openchat_v1.npy"
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.data())
-def test_ceiling_holds_and_shares_are_shares(data):
-    capacity = data.draw(st.integers(2, 200))
-    align = data.draw(st.sampled_from([1, 2, 3]))
-    longest = max(capacity // align * align, 1)
-    capacity = max(capacity, align)
-    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
-    packs = data.draw(st.integers(1, 6))
-    world = data.draw(st.integers(1, packs))
-    made = plan(
-        lengths,
-        capacity=capacity,
-        packs_per_step=packs,
-        window=data.draw(st.integers(1, 3)),
-        align=align,
-        cost=data.draw(st.sampled_from(COSTS)),
-    )
+@given(problems(), st.data())
+def test_ceiling_holds_and_shares_are_shares(problem, data):
+    lengths, options = problem
+    made = plan(lengths, **options)
+    world = data.draw(st.integers(1, made.packs_per_step))
     for sync in ("micro", "step", "pipeline"):
         report = measure.report(made, world, sync)
         assert 0 < report.cost_utilization <= report.cost_utilization_ceiling <= 1
