@@ -36,7 +36,6 @@ def problems(draw, tails=("keep",)):
         "budget": draw(st.one_of(st.none(), st.integers(1, capacity))),
         "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
         "group": draw(st.booleans()),
-        "align": min(draw(st.sampled_from([1, 1, 2, 3])), capacity),
         "cost": draw(st.sampled_from(COSTS)),
     }
-    return np.array(lengths).clip(max=capacity // options["align"] * options["align"]), options
+    return np.array(lengths), options

@@ -64,15 +64,14 @@ def test_full_steps_name_the_rest(problem):
     tail = options["tail"]
     slots = options["packs_per_step"] * (options["budget"] or options["capacity"])
     limit = options["packs_per_step"] * (options["max_documents"] or 10**9)
-    taken = -(-lengths // options["align"]) * options["align"]
-    if taken.sum() < slots and len(lengths) < limit:
+    if lengths.sum() < slots and len(lengths) < limit:
         with pytest.raises(ValueError, match="full steps only"):
             plan(lengths, **options)
         return
     made = plan(lengths, **options)
     check(made, lengths, options)
     left = made.dropped if tail == "drop" else made.carried
-    assert taken[left].sum() < slots
+    assert lengths[left].sum() < slots
     assert len(left) < limit
     assert len(made.dropped if tail == "carry" else made.carried) == 0
 
@@ -81,8 +80,7 @@ def test_full_steps_name_the_rest(problem):
 @given(problems(), st.integers(0, 3), st.integers(0, 4))
 def test_steps_are_exact_and_enough(problem, more, epoch):
     lengths, options = problem
-    slots = -(-lengths // options["align"]) * options["align"]
-    packs = len(pack(slots, options["capacity"], "first_fit_decreasing", options["max_documents"]))
+    packs = len(pack(lengths, options["capacity"], "first_fit_decreasing", options["max_documents"]))
     steps = min(-(-packs // options["packs_per_step"]) + more, len(lengths))
     made = plan(lengths, **options, epoch=epoch, steps=steps)
     check(made, lengths, options)
@@ -130,12 +128,7 @@ GOLDEN = {
         "fcfc4f676625e14a",
         "77fb30f7641f753a",
     ),
-    "given, aligned": (
-        {"order": "given", "align": 16, "max_documents": 40},
-        155,
-        "53f14974da4ad905",
-        "56ad27b34838a243",
-    ),
+    "given": ({"order": "given", "max_documents": 40}, 154, "81c77b8b54b83945", "9f2d5c2bafb12b02"),
     "budget": ({"budget": 1500, "balance": "tokens"}, 208, "28c71bf6dc7c715d", "29a427689fbf24a1"),
 }
 """Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
@@ -191,7 +184,7 @@ def test_every_option_changes_the_fingerprint():
     changes = [
         {"capacity": 257}, {"packs_per_step": 5}, {"budget": 200}, {"window": 5}, {"order": "given"},
         {"tail": "drop"}, {"balance": "joint"}, {"max_documents": 9}, {"steps": 8},
-        {"cost": SHAPES["gpt2"]}, {"targets": np.zeros(99, dtype=int)}, {"group": False}, {"align": 2},
+        {"cost": SHAPES["gpt2"]}, {"targets": np.zeros(99, dtype=int)}, {"group": False},
     ]  # fmt: skip
     prints = [plan(lengths, **(base | change)).fingerprint for change in [{}, *changes]]
     assert len(set(prints)) == len(prints)
@@ -222,13 +215,15 @@ def test_most_documents_is_what_the_shortest_allow():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 5}, "document 2 has 9 tokens, but a pack holds capacity=5"),
+        (
+            {"capacity": 5},
+            "document 2 has 9 tokens, .* holds capacity=5; raise the capacity to 9, or truncate",
+        ),
         ({"capacity": 0}, "capacity must be a whole number"),
         ({"packs_per_step": 0}, "packs_per_step must be a whole number of at least 1, got 0"),
         ({"packs_per_step": 2.0}, "packs_per_step"),
         ({"window": 0}, "window"),
         ({"packs_per_step": 10**12}, "packs_per_step must be at most"),
-        ({"align": 2**63}, "align must be at most"),
         ({"max_documents": 2**63}, "max_documents must be at most"),
         ({"budget": 11}, "cannot exceed plan.capacity=10"),
         ({"budget": -1}, "budget"),
@@ -248,8 +243,6 @@ def test_most_documents_is_what_the_shortest_allow():
         ({"carried": [3]}, "outside 0 … 2"),
         ({"carried": [0.5]}, "carried must be a flat list of integers"),
         ({"tail": "drop", "packs_per_step": 3}, "use tail='keep'"),
-        ({"align": 0}, "align"),
-        ({"align": 4}, "align=4; raise the capacity to 12, or truncate.* longer than 8 tokens"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -281,7 +274,7 @@ def test_options_as_one_object():
 
 
 def test_items_of_documents_are_planned_as_the_documents():
-    options = PlanOptions(capacity=100, packs_per_step=2, align=8)
+    options = PlanOptions(capacity=100, packs_per_step=2)
     lengths, targets = np.arange(1, 97), np.arange(96) // 2
     source = SingleDocuments(lengths, options, targets)
     for epoch, carried in ((0, None), (3, [5, 5, 90])):
@@ -328,21 +321,6 @@ def test_grouping_trades_randomness_for_balance():
     }
     assert reports[True].cost_utilization > reports[False].cost_utilization + 0.01
     assert reports[True].steps == reports[False].steps
-
-
-def test_aligned_documents_take_more_slots():
-    lengths = np.array([10, 17, 33, 5, 64, 1] * 40)
-    made = plan(lengths, capacity=128, packs_per_step=2, align=16)
-    assert made.slots.tolist() == [16, 32, 48, 16, 64, 16] * 40
-    assert made.lengths.tolist() == lengths.tolist()
-    assert made.longest == 64
-    assert sum(made.tokens(step) for step in range(made.num_steps)) == lengths.sum()
-    assert sum(made.targets(step) for step in range(made.num_steps)) == (lengths - 1).sum()
-    for step in range(made.num_steps):
-        for world in (1, 2):
-            assert made.deal(step, world).totals(made.slots).max() <= 128
-    with pytest.raises(ValueError, match=r"document 0 has 120 tokens.* raise the capacity to 128"):
-        plan([120, 3], capacity=126, packs_per_step=1, align=16)
 
 
 @pytest.mark.parametrize("epoch", [0, 7])

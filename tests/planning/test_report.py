@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from drawn import problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import problems
 from multipack.planning import report as measure
 from multipack.planning.advice import advise
 from multipack.planning.cost import CostModel
@@ -92,15 +92,6 @@ def test_the_last_step_is_left_out_of_one_efficiency():
     assert made.num_steps == 6
     assert report.efficiency == 11 / 12
     assert report.efficiency_but_last == (11 - made.tokens(5) / 10) / 10
-
-
-def test_aligned_documents_take_slots_that_hold_no_tokens():
-    made = plan([5] * 8, capacity=16, packs_per_step=2, align=8)
-    report = measure.report(made, 2)
-    assert (report.steps, report.minimum_steps, report.minimum_packs) == (2, 2, 4)
-    assert report.efficiency == 40 / 64
-    assert report.padding == 24 / 64
-    assert report.utilization == report.cost_utilization_ceiling == 1
 
 
 def test_a_sample_of_steps_is_told_and_close():

@@ -63,7 +63,7 @@ class _Queue:
         return np.array([row[:3] for row in self.rows], dtype=np.int64).reshape(-1, 3)
 
     def check(self, longest: int) -> None:
-        """`ValueError` if values of a saved queue do not fit together; `longest` is the most slots of a document."""
+        """`ValueError` if values of a saved queue do not fit together; `longest` is the most tokens of a document."""
         for each in fields(self):
             if each.type == "int":
                 check_integer(f"the saved stream state's {each.name}", getattr(self, each.name), 0, _LARGEST)
@@ -108,10 +108,8 @@ class StreamStep:
 
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        options = self._stream.options
-        slots = options.slots(self.lengths)
-        costs = self._balanced.cost_of(slots, None)
-        return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
+        options, costs = self._stream.options, self._balanced.cost_of(self.lengths, None)
+        return deal_packs(self.packs, self.lengths, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, also if the stream was read ahead: plain values."""
@@ -140,9 +138,8 @@ class PackStream:
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
     Attributes:
-        align: multiple that each document is padded to; the collator must use the same.
         most_documents: maximum number of documents of a pack.
-        longest: maximum number of slots of a document.
+        longest: maximum number of tokens of a document.
         min_prefix: always None: documents share no beginnings.
 
     Raises:
@@ -169,9 +166,8 @@ class PackStream:
         check_choice("loss_weighting", loss_weighting, LossWeighting)
         self.options, self.loss_weighting, self.weights = chosen, loss_weighting, None
         self.seed = check_integer("seed", seed, None)
-        self.align, self.longest, self.min_prefix = chosen.align, chosen.longest, None
-        most = chosen.capacity // chosen.align
-        self.most_documents = min(chosen.max_documents or most, most)
+        self.longest, self.min_prefix = chosen.capacity, None
+        self.most_documents = min(chosen.max_documents or chosen.capacity, chosen.capacity)
         self._documents, self._length, self._targets = documents, length, targets
         self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
         own = {"algorithm": ALGORITHM, "seed": self.seed, "targets": targets is not None}
@@ -276,7 +272,7 @@ class PackStream:
     def _plan(self, queue: _Queue) -> None:
         """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
         options, width = self.options, self.options.window
-        slots = options.slots(queue.table[:, 1])
+        slots = np.ascontiguousarray(queue.table[:, 1])
         ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
         balanced = self._cost_model.balanced(options.balance, slots) if len(slots) else self._cost_model
         steps = width if queue.window else 0
@@ -301,14 +297,14 @@ class PackStream:
         # A window takes `slots` more slots or `documents` more documents; then `ahead` documents may fill its gaps.
         packs = options.packs_per_step * options.window
         wanted = packs * options.mean
-        ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
+        ends = offsets_of(np.array([row[1] for row in rows], dtype=np.int64))
         slots, documents = wanted - int(ends[-1]), packs * self.most_documents - len(rows)
         ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
         position, item = before.position, None
         while ahead > 0 and (item := next(iterator, _END)) is not _END:
             rows.append(self._row(item, position))
             ahead -= slots <= 0 or documents <= 0
-            slots, documents = slots - -(-rows[-1][1] // self.align) * self.align, documents - 1
+            slots, documents = slots - rows[-1][1], documents - 1
             position += 1
         return replace(
             before,

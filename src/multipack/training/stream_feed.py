@@ -75,7 +75,7 @@ class StreamFeed:
         """Each step, and its data with this rank's packs; runs in the background thread."""
         rank, ranks, document = self.mesh.data_rank, self.mesh.data_size, self.arriving.document
         for step in self.stream:
-            dealt, slots = step.deal(ranks, self._sync), self.stream.options.slots(step.lengths)
+            dealt = step.deal(ranks, self._sync)
             mine = [dealt[number].tolist() for number in range(rank, len(dealt), ranks)]
             yield (
                 step,
@@ -85,7 +85,7 @@ class StreamFeed:
                     denominator=step.denominator,
                     documents=step.positions,
                     lengths=step.lengths,
-                    cost_spread=cost_spread(self._cost_model, slots, dealt, ranks, self._sync),
+                    cost_spread=cost_spread(self._cost_model, step.lengths, dealt, ranks, self._sync),
                     computed=(step.lengths, None),
                     packs=Packs(step.positions[dealt.order], dealt.offsets),
                     wait_seconds=0.0,  # known when the step is taken

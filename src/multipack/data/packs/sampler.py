@@ -170,7 +170,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
         self.weights = first.weights
-        self.align, self.min_prefix = first.align, first.min_prefix
+        self.min_prefix = first.min_prefix
         self.epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None
