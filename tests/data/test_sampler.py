@@ -98,7 +98,7 @@ def test_ranks_that_change_at_any_step_train_every_document_once(data):
     options = {
         "capacity": capacity,
         "packs_per_step": packs,
-        "sync": data.draw(st.sampled_from(["micro", "step", "pipeline"])),
+        "sync": data.draw(st.sampled_from(["micro", "step"])),
         "tail": data.draw(st.sampled_from(["keep", "drop", "carry"])) if enough else "keep",
         "window": data.draw(st.integers(1, 3)),
         "max_documents": data.draw(st.one_of(st.none(), st.integers(1, 3))),

@@ -43,7 +43,7 @@ def test_strategies_divide_what_they_say(words, parameters, optimizer, replicas)
 
 
 def test_data_parallel_ranks_synchronize_when_they_must():
-    assert ParallelConfig(pipeline=2).sync == "pipeline"
+    assert ParallelConfig(pipeline=2).sync == "micro"
     assert ParallelConfig(data="zero2").sync == "micro"
     assert ParallelConfig(data="zero1", tensor=2).sync == "step"
 

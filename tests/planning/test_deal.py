@@ -15,7 +15,7 @@ from multipack.planning.packing import packs_from
 from multipack.planning.plan import plan
 from multipack.shapes import SHAPES
 
-SYNCS = ["micro", "step", "pipeline"]
+SYNCS = ["micro", "step"]
 
 
 def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micro", balance="cost"):
@@ -117,7 +117,7 @@ def test_more_ranks_than_packs():
         made.deal(0, 3)
     with pytest.raises(ValueError, match="data_parallel_size must be a whole number"):
         made.micro_batches(0)
-    with pytest.raises(ValueError, match="choose one of micro, step, pipeline"):
+    with pytest.raises(ValueError, match="choose one of micro, step"):
         made.deal(0, 1, "epoch")
 
 

@@ -24,7 +24,7 @@ def test_ceiling_holds_and_shares_are_shares(problem, data):
     lengths, options = problem
     made = plan(lengths, **options)
     world = data.draw(st.integers(1, made.packs_per_step))
-    for sync in ("micro", "step", "pipeline"):
+    for sync in ("micro", "step"):
         report = measure.report(made, world, sync)
         assert 0 < report.cost_utilization <= report.cost_utilization_ceiling <= 1
         assert report.ceiling_reached == report.cost_utilization / report.cost_utilization_ceiling <= 1
@@ -199,7 +199,7 @@ def test_no_arrangement_is_below_the_bound(data):
     if not len(reached):
         return
     table = reached.reshape(-1, micro_batches, world)
-    for sync in ("micro", "step", "pipeline"):
+    for sync in ("micro", "step"):
         times = table.sum(axis=1).max(axis=1) if sync == "step" else table.max(axis=2).sum(axis=1)
         optimum = times.min()
         bound = least_step_cost(lengths, costs, world, micro_batches, capacity, sync)

@@ -107,14 +107,12 @@ class ParallelConfig:
             )
 
     @property
-    def sync(self) -> Literal["step", "micro", "pipeline"]:
+    def sync(self) -> Literal["step", "micro"]:
         """When data-parallel ranks synchronize, which determines what the planner balances.
 
-        Shards are gathered for every micro-batch; without shards ranks synchronize once a step.
+        Shards are gathered, and stages of a pipeline wait, for every micro-batch; other ranks synchronize once a step.
         """
-        if self.pipeline > 1:
-            return "pipeline"
-        return "micro" if self.shards_parameters else "step"
+        return "micro" if self.shards_parameters or self.pipeline > 1 else "step"
 
     @property
     def strategy(self) -> DataStrategy:

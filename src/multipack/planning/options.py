@@ -23,8 +23,8 @@ Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
 LossWeighting = Literal["token", "document"]
-Sync = Literal["micro", "step", "pipeline"]
-"""Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
+Sync = Literal["micro", "step"]
+"""Where ranks wait for each other: at every micro-batch (`micro`) or once a step (`step`)."""
 
 LARGEST = 1 << 22
 """Most packs of a step, steps of a window, and so on: larger numbers would ask for memory that no plan needs."""

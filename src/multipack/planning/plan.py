@@ -274,8 +274,8 @@ class Plan:
         Args:
             step: index of the global step in the epoch.
             data_parallel_size: number of ranks that share the step, at most `packs_per_step`.
-            sync: when ranks synchronize: `micro` at each micro-batch (FSDP), `step` once per step (DDP, ZeRO-1/2),
-                `pipeline` like micro.
+            sync: when ranks synchronize: `micro` at each micro-batch (FSDP, pipelines), `step` once per step (DDP,
+                ZeRO-1/2).
 
         Returns:
             `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. No pack is empty if there

@@ -35,7 +35,7 @@ class PlanReport:
     data_parallel_size: int
     """Number of ranks that share a step."""
     sync: Sync
-    """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
+    """Where ranks wait for each other: `micro` or `step`."""
     steps: int
     """Number of global steps of the epoch."""
     measured_steps: int

@@ -112,7 +112,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         rank: of this process among the data-parallel ranks.
         world_size: data-parallel ranks.
         seed: of the order.
-        sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
+        sync: where ranks wait for each other: at every micro-batch (`micro`) or once a step (`step`).
         options: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
         cost: as in `multipack.plan`.
         loss_weighting: as in `multipack.plan`.
