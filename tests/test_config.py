@@ -74,7 +74,7 @@ def test_one_word_changes_what_follows_from_it():
 REFUSED = {
     "plan.window=0": ["plan.window"],
     "plan.capacity=0": ["plan.capacity"],
-    "plan.align=9999": ["plan.capacity"],
+    "plan.align=16": ["plan.align", "leave it out"],
     "plan.cost=cost.json": ["plan.cost", "leave it out"],
     "train.loss_weighting=documents": ["loss_weighting"],
     "model.attention=falsh": ["attention=falsh"],
@@ -263,7 +263,6 @@ KEPT = {
     "model.vocabulary_size=301": "model.vocabulary_size",
     "plan.order=given": "plan.order",
     "plan.window=5": "plan.window",
-    "plan.align=2": "plan.align",
     "plan.group=false": "plan.group",
     "plan.balance=tokens": "plan.balance",
     "max_length=1024": "plan.capacity",  # another tool's name

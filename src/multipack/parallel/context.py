@@ -113,9 +113,8 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
             " parallel.context_method=ulysses, or data.share_prefixes=off"
         )
     if placing is not None:
-        placement, computed = placing(batch.lengths[: batch.num_documents], slots)
+        placement = placing(batch.lengths[: batch.num_documents], slots)
         if placement is not None:
-            each = int(computed[rank])
             schedule = Schedule.of(placement, rank, each)
             tokens = schedule.tokens
     own: dict[str, Any] = {

@@ -393,18 +393,16 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
     Returns:
         `config.train` with these choices, and notes on them for the header of the run.
     """
-    train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
+    train, on_gpu = config.train, world.device.type == "cuda"
     notes: list[str] = []
     dtype = resolve_dtype(train.dtype, world.device)
     if config.model.architecture and train.compile == "auto":
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
-        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide
-        # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
-        divides = config.plan.longest % parallel.token_multiple == 0
-        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
-        fixed = fixed and not parallel.context_slack
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. Beside plan.budget, the mean of packs, a fixed shape would be
+        # mostly padding.
+        fixed = (on_gpu or dtype.itemsize < 4) and not config.plan.budget
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = ""

@@ -173,7 +173,7 @@ def compose_evaluation(path: Path | str, words: Sequence[str]) -> EvaluationRequ
         )
     data, train, preference = (saved.get(group) or {} for group in ("data", "train", "preference"))
     base = initial_model({**given, "train.init_from": str(folder)}) or {"model": {"kv_heads": 0}}
-    base["plan"] = _some(saved.get("plan", {}), "capacity", "align") | {"micro_batches": 1}
+    base["plan"] = _some(saved.get("plan", {}), "capacity") | {"micro_batches": 1}
     base["train"] = _some(train, "loss_weighting", "dtype", "deterministic", "seed")
     base["preference"] = {name: value for name, value in preference.items() if name != "reference"}
     base["data"] = _other_documents(data, given) if chosen else data

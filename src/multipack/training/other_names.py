@@ -91,6 +91,8 @@ HINTS = by_name(
         "lora load_in_4bit": "set adapter=lora or qlora",
         "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
         "plan.effort": "leave it out, a step is always dealt with the same effort",
+        "plan.align": "leave it out, train.fixed_shape=true pads packs to plan.capacity",
+        "parallel.context_slack": "leave it out, context ranks have equally many slots",
         "plan.cost": "leave it out, documents cost the FLOPs of the model",
         "type": "optimizers are chosen by optimizer.name, sources by data.source",
         "wd": "set optimizer.weight_decay",

@@ -102,13 +102,13 @@ class Config:
     @property
     def document_limit(self) -> int:
         """Maximum number of tokens of a document: the slots of a pack; with learned positions at most the context."""
-        slots = self.plan.longest
+        slots = self.plan.capacity
         return min(slots, self.model.context) if self.model.positions == "learned" else slots
 
     @property
     def pack_slots(self) -> int | None:
         """Number of slots of every pack if all packs have one shape; None if they differ, or `fixed_shape` is auto."""
-        return self.plan.longest if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
+        return self.plan.capacity if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
 
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""

@@ -351,7 +351,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.noted.lines(), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
