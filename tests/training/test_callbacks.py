@@ -1,6 +1,5 @@
-"""Callbacks: the order of hooks, the moving average, spike guard, early stopping, gradient statistics, traces."""
+"""Callbacks: the order of hooks, spike guard, early stopping, gradient noise, traces."""
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -13,17 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import DeviceType
 
-from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
-from multipack.shapes import SHAPES
 from multipack.training.callbacks import trackers
-from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.callbacks.callback import Callbacks, RunStopped
 from multipack.training.callbacks.early_stopping import EarlyStopping
-from multipack.training.callbacks.gradients import GradientNoise, LayerNorms, layer_of
+from multipack.training.callbacks.gradient_noise import GradientNoise
 from multipack.training.callbacks.profiler import Trace, communication
 from multipack.training.callbacks.spikes import DECAY, MOST_IN_A_ROW, WARM_UP, RunningMoments, SpikeGuard
 from multipack.training.optimizer import build_optimizer
@@ -104,7 +100,7 @@ def test_results_of_several_callbacks_are_combined(recorder):
     both = Callbacks([one, other])
     assert (both.accept(3, 1.0, 1.0), both.accept(4, 1.0, 1.0)) == (False, True)
     assert both.gradient(1, None) == {"a": 1.0}
-    assert (both.stop_reason(1, 2.0), both.weight_sets(None)) == ("", [])
+    assert both.stop_reason(1, 2.0) == ""
     assert set(both.states()) == {"recorder", "other"}
     assert both.close(True) is None
     assert one.seen[-1] == other.seen[-1] == ("close", True)
@@ -116,66 +112,13 @@ def test_each_setting_adds_its_callback(trainer, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", ("json", None))
     everything = {
         "train.profile=true": "trace",
-        "log.layer_norms=true": "layer_norms",
         "log.gradient_noise=true": "gradient_noise",
         "train.spike=skip": "spikes",
-        "train.ema_decay=0.9": "average",
         "train.patience=2": "stopping",
         "track.to=[wandb]": "trackers",
     }
     assert [callback.name for callback in trainer(*everything).callbacks] == list(everything.values())
     assert list(trainer("track.to=[wandb]", "track.mode=disabled").callbacks) == []
-
-
-# Moving average
-
-
-def _averaged_steps(engine, average, first, last, skipped=()):
-    """Steps first … last, each followed by `after_step`; returns the weights after each applied one."""
-    history = []
-    for step in range(first, last + 1):
-        engine.forward_backward([torch.randn(4, 5, generator=torch.Generator().manual_seed(step))], 4)
-        if step in skipped:
-            engine.discard()
-        else:
-            engine.step(0.05)
-            history.append({name: p.detach().double().clone() for name, p in engine.parameters.items()})
-        average.after_step(step, engine, applied=step not in skipped)
-    return history
-
-
-def test_the_average_is_the_weighted_mean_over_applied_steps():
-    engine, average = _engine(Distance(5).to(torch.bfloat16)), MovingAverage(0.8)
-    assert (average.weight_sets(engine), average.tensors()) == ([], {})
-    history = _averaged_steps(engine, average, 1, 6, skipped={3})
-    shares = [0.8 ** (4 - i) for i in range(5)]
-    for name, mean in average.tensors().items():
-        assert mean.dtype == torch.float32
-        expected = sum(s * weights[name] for s, weights in zip(shares, history, strict=True)) / sum(shares)
-        torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_model_has_the_average_inside_the_context_only():
-    engine, average = _engine(Distance(5), rules=["second freeze"]), MovingAverage(0.9)
-    _averaged_steps(engine, average, 1, 4)
-    own, mean = engine.parameters["first"].detach().clone(), average.tensors()["first"].clone()
-    assert set(average.tensors()) == {"first"}  # frozen weights have no average
-    [(suffix, context)] = average.weight_sets(engine)
-    with contextlib.suppress(KeyError), context:
-        assert torch.equal(engine.parameters["first"], mean)
-        raise KeyError("in the evaluation")
-    assert suffix == "_ema"
-    assert torch.equal(engine.parameters["first"], own)
-
-
-def test_an_average_of_other_weights_is_refused():
-    average = MovingAverage(0.9)
-    saved = {"first": (3,)}
-    average.load_tensors(saved, lambda tensors: None, _engine(Distance(5), rules=["second freeze"]))
-    assert average.tensors().keys() == saved.keys()
-    for rules in ([], ["first freeze"]):
-        with pytest.raises(ValueError, match=r"other weights: (first, )?second"):
-            average.load_tensors(saved, lambda tensors: None, _engine(Distance(5), rules=rules))
 
 
 # Spike guard
@@ -208,7 +151,7 @@ def test_moments_are_those_of_the_weighted_values(values):
 def test_a_spike_of_either_is_skipped_and_reported():
     for loss, norm, named in ((5.0, 1.0, "loss 5"), (3.0, 40.0, "grad_norm 40")):
         reported = []
-        guard = SpikeGuard("skip", 6.0, reported.append)
+        guard = SpikeGuard("skip", reported.append)
         assert all(_judge(guard, *_normal(300)))
         before = guard.state()["moments"]
         assert not guard.accept(301, loss, norm)
@@ -219,12 +162,12 @@ def test_a_spike_of_either_is_skipped_and_reported():
 
 
 def test_what_is_not_a_spike():
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     assert all(_judge(guard, [3.0] * (WARM_UP - 1) + [50.0]))  # the statistics are not full
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     _judge(guard, *_normal(WARM_UP))
     assert guard.accept(WARM_UP + 1, 0.1, 0.01)  # a low value
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     _judge(guard, [2.0] * 100)
     assert guard.accept(101, 2.001, 1.0)  # rounding of a constant loss
     with pytest.raises(RunStopped, match=r"step 102 .*loss 2\.1 .*train\.spike=stop"):
@@ -232,7 +175,7 @@ def test_what_is_not_a_spike():
 
 
 def test_many_consecutive_skips_stop_the_run():
-    guard = SpikeGuard("skip", 6.0, lambda line: None)
+    guard = SpikeGuard("skip", lambda line: None)
     _judge(guard, *_normal(100))
     for first in (101, 111):
         assert not any(_judge(guard, [9.0] * (MOST_IN_A_ROW - 1), first=first))
@@ -243,7 +186,7 @@ def test_many_consecutive_skips_stop_the_run():
 
 
 def test_a_resumed_guard_decides_as_one_that_never_stopped():
-    whole, before, after = (SpikeGuard("skip", 3.0, lambda line: None) for _ in range(3))
+    whole, before, after = (SpikeGuard("skip", lambda line: None) for _ in range(3))
     losses, norms = _normal(300, seed=1)
     losses[200::23] += 1.0
     decisions = _judge(whole, losses, norms)
@@ -258,13 +201,11 @@ def test_a_resumed_guard_decides_as_one_that_never_stopped():
 
 
 def test_the_run_stops_when_patience_ends():
-    for patience, least, losses, stops in (
-        (2, 0.0, [3.0, 2.0, 2.5, 1.9, 2.0, 1.95], [5]),
-        (1, 0.0, [2.0, 2.0], [1]),  # an equal loss is no improvement
-        (3, 0.1, [2.0, 1.95, 1.92, 1.91], [3]),
-        (3, 0.1, [2.0, 1.95, 1.92, 1.89, 1.88, 1.87], []),  # small improvements add up
+    for patience, losses, stops in (
+        (2, [3.0, 2.0, 2.5, 1.9, 2.0, 1.95], [5]),
+        (1, [2.0, 2.0], [1]),  # an equal loss is no improvement
     ):
-        stopping = EarlyStopping(patience, least)
+        stopping = EarlyStopping(patience)
         reasons = [stopping.stop_reason(10 * number, loss) for number, loss in enumerate(losses)]
         assert [number for number, reason in enumerate(reasons) if reason] == stops
         assert all(f"train.patience={patience}" in reason for reason in reasons if reason)
@@ -278,7 +219,7 @@ def test_resumed_early_stopping_remembers():
     assert [bool(reason) for reason in reasons] == [False] * 4 + [True]
 
 
-# Gradient statistics
+# Gradient noise
 
 
 def _noisy_step(noise, engine, micro_batches):
@@ -318,35 +259,13 @@ def test_noise_that_cannot_be_estimated_is_not_reported():
 
 
 def test_a_gradient_that_overflowed_is_not_counted():
-    engine, noise, norms = _engine(Distance(3), torch.float16), GradientNoise(), LayerNorms()
+    engine, noise = _engine(Distance(3), torch.float16), GradientNoise()
     rows, infinite = torch.tensor([[1.0, 2.0, 1.0]]), torch.full((1, 3), torch.inf)
     _noisy_step(noise, engine, [rows, torch.ones(1, 3)])
     state = noise.state()
     _noisy_step(noise, engine, [rows, infinite])
     _noisy_step(noise, engine, [infinite, rows])
     assert noise.state() == state
-    engine.forward_backward([infinite], 1)
-    assert norms.gradient(1, engine) == {}
-
-
-def test_layer_norms_are_those_of_their_tensors_and_sum_to_the_global_one():
-    torch.manual_seed(0)
-    model = Decoder(SHAPES["tiny"].with_vocabulary(50))
-    engine = _engine(model, rules=["blocks.1.feed_forward freeze"])
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
-    found = LayerNorms().gradient(1, engine)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    layers = {name.partition("/")[2] for name in found}
-    assert layers == {layer_of(name) for name in trained}
-    assert {"embedding", "blocks.0", "blocks.1", "norm"} <= layers
-    for layer in layers:
-        own = [p for name, p in trained.items() if layer_of(name) == layer]
-        for kind, values in (("grad_norm", [p.grad for p in own]), ("weight_norm", own)):
-            norm = torch.cat([value.detach().reshape(-1) for value in values]).double().norm()
-            assert found[f"{kind}/{layer}"] == pytest.approx(float(norm), rel=1e-5)
-    total = sum(value**2 for name, value in found.items() if name.startswith("grad_norm/")) ** 0.5
-    assert total == pytest.approx(engine.clip(0.0), rel=1e-5)
 
 
 # Profiler
@@ -424,7 +343,7 @@ def test_within_a_step_no_callback_waits_for_the_device():
             mesh=SimpleNamespace(gradient_size=1),
             loss_scale=1.0,
         )
-        for callback in (GradientNoise(), MovingAverage(0.9), LayerNorms(), SpikeGuard("skip", 6.0)):
+        for callback in (GradientNoise(), SpikeGuard("skip")):
             callback.before_step(1)
             callback.micro_batch(0, engine, 3.0, 9.0)
             callback.after_step(1, engine, True)

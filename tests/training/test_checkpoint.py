@@ -56,7 +56,7 @@ def test_a_checkpoint_is_read_back(run):
     source = found.source
     assert torch.equal(source.whole("model")["weight"], torch.full((2, 3), 5.0))
     assert source.shapes("optimizer") == {"weight.exp_avg": (2, 3)}
-    assert source.shapes("callbacks") == source.whole("callbacks") == {}
+    assert source.shapes("unknown") == source.whole("unknown") == {}
     assert (path / "config.yaml").read_text() == "a: 1\n"
     # Files are readable for whom the umask allows it.
     assert {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()} == {0o640}

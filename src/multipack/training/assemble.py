@@ -539,26 +539,18 @@ def build_callbacks(
         from multipack.training.callbacks.profiler import Trace
 
         callbacks.append(Trace(run.path / "trace.json" if world.is_main else None, world.device, report))
-    if log.layer_norms:
-        from multipack.training.callbacks.gradients import LayerNorms
-
-        callbacks.append(LayerNorms())
     if log.gradient_noise:
-        from multipack.training.callbacks.gradients import GradientNoise
+        from multipack.training.callbacks.gradient_noise import GradientNoise
 
         callbacks.append(GradientNoise())
     if train.spike != "off":
         from multipack.training.callbacks.spikes import SpikeGuard
 
-        callbacks.append(SpikeGuard(train.spike, train.spike_factor, report))
-    if train.ema_decay:
-        from multipack.training.callbacks.averaging import MovingAverage
-
-        callbacks.append(MovingAverage(train.ema_decay))
+        callbacks.append(SpikeGuard(train.spike, report))
     if train.patience:
         from multipack.training.callbacks.early_stopping import EarlyStopping
 
-        callbacks.append(EarlyStopping(train.patience, train.min_improvement))
+        callbacks.append(EarlyStopping(train.patience))
     if track.to and track.mode != "disabled":
         from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 

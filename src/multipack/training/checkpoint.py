@@ -3,7 +3,7 @@
     .step-00000100.1f3a.partial/ … fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  remove old ones
 
     step-00000100/
-      tensors/weights-00001.safetensors … model and its averages, a file per rank; see checkpoint_tensors.py
+      tensors/weights-00001.safetensors … model, a file per rank; see checkpoint_tensors.py
       tensors/state-00001.safetensors …   optimizer, random numbers
       state.json                          step, progress of the run, checksums of all other files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
@@ -45,9 +45,6 @@ DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, Attribu
 """Errors that reading a damaged file may raise."""
 TENSORS = "tensors"
 """Folder of the tensor files."""
-
-WEIGHTS = ("model", "callbacks")
-"""Groups of tensors in the files `weights-…`; other groups are in `state-…`."""
 
 _MARK = {"bytes": 0, "sha256": ""}  # of a file of the run log
 FORM: dict[str, Any] = {
@@ -230,7 +227,7 @@ class CheckpointWriter:
         world, problem, written = self._world, "", Files()
         kinds: dict[str, Pieces] = {"weights": {}, "state": {}}
         for key, piece in pieces.items():
-            kinds["weights" if key.partition(".")[0] in WEIGHTS else "state"][key] = piece
+            kinds["weights" if key.startswith("model.") else "state"][key] = piece
         try:
             for kind, each in kinds.items():
                 if each:

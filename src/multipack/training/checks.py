@@ -174,10 +174,6 @@ OF_KINDS = (
         " on one rank: use parallel.data=zero3 or parallel.tensor",
     ),
     Refusal(
-        lambda run: run.kind != "documents" and run.train.compare_padding == "true",
-        "train.compare_padding=true is about single documents, and these are pairs: omit it",
-    ),
-    Refusal(
         lambda run: run.reads_values and run.parallel.tensor > 1,
         "parallel.tensor={parallel.tensor} divides the head by rows, and preference.loss={preference.loss} has a head"
         " of one: use parallel.data=zero3",

@@ -85,12 +85,10 @@ HINTS: dict[str, str] = {
     "load_in_4bit": "set adapter=qlora",
     "gradient_checkpointing_kwargs": "set train.recompute=full or selective",
     "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
-    "plan.effort": "leave it out, a step is always dealt with the same effort",
-    "plan.cost": "leave it out, documents cost the FLOPs of the model",
     "type": "optimizers are chosen by optimizer.name, sources by data.source",
     "wd": "set optimizer.weight_decay",
 }
-"""Settings elsewhere, or of earlier versions, without one that takes the same values → what to set instead."""
+"""Settings elsewhere without one that takes the same values → what to set instead."""
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:

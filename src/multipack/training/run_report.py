@@ -24,6 +24,7 @@ from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
+from multipack.training.compare import PADDED_BATCH_SIZE, Comparison
 from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
@@ -32,7 +33,6 @@ from multipack.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from multipack.reports.summary import Rows
-    from multipack.training.compare import Comparison
 
 HEADER_LINES = 8
 """Lines that a run prints before the last line of a brief header, which counts the notes beyond them.
@@ -224,7 +224,7 @@ def header_rows(run: Trainer) -> Rows:
         *_adapter_rows(run),
         ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
-        ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
+        ("learning rate", schedule_text(config.optimizer, run.steps)),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
         ("corpus hash", run.corpus.corpus_hash[:16]),
@@ -294,7 +294,7 @@ def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
     """The report of the plan, and the share of tokens in the slots of padded batches; None for a stream."""
     if run.feed.plan is None:
         return None
-    share = padded_share(run.corpus.train.lengths, run.config.train.padded_batch_size, run.config.train.seed)
+    share = padded_share(run.corpus.train.lengths, PADDED_BATCH_SIZE, run.config.train.seed)
     return report(run.feed.plan, run.mesh.data_size, run.config.parallel.sync), share
 
 
@@ -309,7 +309,7 @@ def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | 
         "run": rows,
         "plan": _report_rows(run, measured, ()) if measured else [],
         "padded_share": share,
-        "padded_batch_size": run.config.train.padded_batch_size,
+        "padded_batch_size": PADDED_BATCH_SIZE,
         "notes": [note for note in run.notes if not isinstance(note, Detail)],
         "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
@@ -320,8 +320,7 @@ def _report_rows(run: Trainer, measured: tuple[PlanReport, float], advice: Seque
     from multipack.reports.summary import report_rows
 
     found, share = measured
-    config, ranks = run.config, run.mesh.data_size
-    return report_rows(found, share, config.train.padded_batch_size, ranks, config.plan, advice)
+    return report_rows(found, share, PADDED_BATCH_SIZE, run.mesh.data_size, run.config.plan, advice)
 
 
 def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -100,14 +99,10 @@ class Trainer:
                 self.save()
 
     def evaluate(self) -> None:
-        """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
+        """Compute the validation loss, and generate a sample of text; collective."""
         self.applied.settle()
-        losses: dict[str, float] = {}
         assert self.feeds.validation is not None
-        for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
-            with weights:
-                found = self.feeds.validation.losses()
-                losses |= {f"val_loss{suffix}{source}": loss for source, loss in found.items()}
+        losses = {f"val_loss{source}": loss for source, loss in self.feeds.validation.losses().items()}
         values: dict[str, float] = {"step": self.step}
         loss_sum, denominator = self.applied.running
         if denominator:
@@ -142,9 +137,7 @@ class Trainer:
         from multipack.models.sampling import Sampling
         from multipack.training.inference import complete_batch
 
-        sampling = Sampling(
-            train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
-        )
+        sampling = Sampling(train.sample_tokens, temperature=0.8, top_k=50, seed=train.seed + self.step)
         with self.engine.evaluating() as model:
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, prompts[:1], sampling)
         text = f"{prompts[0]}▌{completion.text}"
@@ -168,8 +161,9 @@ class Trainer:
             count, first = len(broken), ", ".join(broken[:3])
             what = f"after step {self.step} {count} weight tensors are not finite ({first})"
             diverged(self.config, self.feed, what)
-        state = self.engine.state() | {"callbacks": self.callbacks.all_tensors()}
-        self.files.save(self.step, state, self._progress, best=self._is_best(), last=self._is_last())
+        self.files.save(
+            self.step, self.engine.state(), self._progress, best=self._is_best(), last=self._is_last()
+        )
         self.saved = self.step
         self.applied.restart_clock()
 
@@ -258,7 +252,6 @@ class Trainer:
             )
         self.objective.load_state(self.engine, progress.get("objective", {}))
         self.callbacks.load_states(progress["callbacks"])
-        self.callbacks.load_all_tensors(checkpoint.source, self.engine)
         drops = self.config.model.dropout or self.config.adapter.dropout
         if not restore_rng(self.world, checkpoint.source) and drops:
             self.notes.append(

@@ -1,30 +1,22 @@
 """Base class of callbacks, and the list of a run's callbacks as one.
 
     before_step ▸ [forward, backward ▸ micro_batch]… ▸ gradient ▸ clip ▸ accept ▸ optimizer ▸ after_step ▸ record
-                                                                       evaluation ▸ weight_sets ▸ stop_reason, sample
+                                                                       evaluation ▸ stop_reason, sample
 
 Every rank has the same callbacks. `accept` and `stop_reason` decide about the run, so they must be functions of values
 that are equal on all ranks.
 
 A callback must not read values of the device in `micro_batch` or `after_step`, because the host would wait for it. Only
-`layer_norms` and `gradient_noise`, off by default, read them in `gradient`: the host waits twice a step.
+`gradient_noise`, off by default, reads them in `gradient`: the host waits twice a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
-from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from multipack.parallel.engine import Engine
-from multipack.parallel.state import StateSource
-
-Fill = Callable[[Mapping[str, Tensor]], None]
-"""Copies the values of a checkpoint into tensors, by name."""
 
 
 class RunStopped(RuntimeError):
@@ -80,10 +72,6 @@ class Callback:
     def sample(self, step: int, text: str) -> None:
         """Called with the generated text of an evaluation; on rank 0 only."""
 
-    def weight_sets(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
-        """Further weights to evaluate: pairs of a suffix for `val_loss` and a context in which the model has them."""
-        return []
-
     def stop_reason(self, step: int, val_loss: float) -> str:
         """Called with a validation loss, equal on every rank. Returns why the run should stop; empty = continue."""
         return ""
@@ -101,19 +89,6 @@ class Callback:
         for name in self.saved:
             setattr(self, name, deepcopy(state[name]))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint."""
-        return {}
-
-    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: Engine) -> None:
-        """Restore what `tensors()` returned.
-
-        Args:
-            shapes: names and global shapes of the saved tensors of all ranks.
-            fill: copies saved values into tensors of these names; collective.
-            engine: its parameters show how tensors are distributed.
-        """
-
     def close(self, failed: bool) -> None:
         """Called at the end of the run; `failed` is True if an exception ended it."""
 
@@ -126,7 +101,6 @@ COMBINE: dict[str, Callable[[list[Any]], Any]] = {
     "gradient": _union,
     "ending": _union,
     "accept": all,
-    "weight_sets": lambda parts: list(chain.from_iterable(parts)),
     "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
 }
 """Hook → how the results of several callbacks become one; other hooks have no results."""
@@ -165,26 +139,3 @@ class Callbacks:
         for callback in self._all:
             if callback.name in states:
                 callback.load_state(states[callback.name])
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """Tensors of all callbacks, as `<callback>.<name>`."""
-        return {
-            f"{callback.name}.{name}": tensor
-            for callback in self._all
-            for name, tensor in callback.tensors().items()
-        }
-
-    def load_all_tensors(self, source: StateSource, engine: Engine) -> None:
-        """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
-        saved = source.shapes("callbacks")
-        for callback in self._all:
-            prefix = f"{callback.name}."
-            shapes = {
-                name.removeprefix(prefix): shape for name, shape in saved.items() if name.startswith(prefix)
-            }
-
-            def fill(tensors: Mapping[str, Tensor], prefix: str = prefix) -> None:
-                source.fill("callbacks", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
-
-            if shapes:
-                callback.load_tensors(shapes, fill, engine)
