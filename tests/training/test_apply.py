@@ -57,9 +57,9 @@ def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before_it(words, t
     inside = [
         own
         for own in reads
-        if any("in _apply_ahead" in place or "forward_backward" in place for place in own)
+        if any("apply.py in apply" in place or "forward_backward" in place for place in own)
     ]
-    waits = [own[0] for own in inside if "in values" not in own[0]]  # of Reading: for the step before
+    waits = [own[0] for own in inside if "in settle" not in own[0]]  # for the step before
     assert not waits
     assert len(inside) <= 3
     found = files(tmp_path / "later")
