@@ -60,7 +60,8 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
     mean = sum(loss * count for loss, count in zip(found.losses, targets, strict=False)) / sum(targets)
     assert found.evaluations[1]["train_loss"] == pytest.approx(mean)
     assert found.evaluations[-1]["val_loss"] == result.val_loss
-    assert set(found.steps[0]) == set(LEGEND) - {"train_loss", "val_loss"}
+    others = {"train_loss", "val_loss", "dtc", "time_spread", "skipped", "gradient_noise"}
+    assert set(found.steps[0]) == set(LEGEND) - others
     for row in (
         "1 process on cpu",
         "attention loop",

@@ -67,7 +67,7 @@ def test_validation_files_of_pairs_and_mixtures(stores, words, tmp_path, files, 
     given = [f"data.path={pairs}", f"data.validation_path={held}", *more, f"out={out}"]
     train(compose(changed(words, *given)))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "20 documents; 6 for validation (prompt → chosen | rejected)" in shown
+    assert "20 documents (prompt → chosen | rejected); 6 for validation" in shown
     assert files(out).evaluations[0]["val_loss"] == pytest.approx(math.log(2), rel=1e-6)
     # The file is checked on resume.
     held.write_text(held.read_text().replace("yes", "Yes"))

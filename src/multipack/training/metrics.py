@@ -34,8 +34,13 @@ LEGEND: dict[str, str] = {
     "cost_spread": "predicted cost of the most loaded rank over the mean, minus 1",
     "train_loss": "mean loss since the last evaluation, weighted as loss",
     "val_loss": "mean loss of the validation documents, weighted as loss (val_loss/NAME: of a source of a mixture)",
+    # Of runs with several ranks, or with the settings that are named.
+    "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
+    "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
+    "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient (train.spike)",
+    "gradient_noise": "gradient noise scale, in targets: larger steps than this help little (log.gradient_noise)",
 }
-"""Metric → meaning, in the order in which they are printed."""
+"""Metric → meaning, in the order in which they are printed; objectives add their own."""
 
 FORMATS: dict[str, str] = {
     **dict.fromkeys(("step", "target_tokens", "tps", "tps_per_device"), ".0f"),
@@ -43,13 +48,6 @@ FORMATS: dict[str, str] = {
     **dict.fromkeys(("sps", "sps_per_device", "mfu", "memory"), ".2f"),
 }
 """Metric → its format in log lines; others have four decimals."""
-
-SOMETIMES: dict[str, str] = {
-    "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
-    "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
-    "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
-}
-"""Metric → meaning, for metrics that depend on the run: several ranks, steps that may be skipped."""
 
 
 def step_metrics(

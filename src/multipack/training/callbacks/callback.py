@@ -32,8 +32,6 @@ class Callback:
 
     name = "callback"
     """Key of its state in checkpoints; unique in a run."""
-    legend: Mapping[str, str] = {}
-    """Metrics that it adds to records → their meaning."""
     saved: Sequence[str] = ()
     """Names of attributes that are part of checkpoints; their values are JSON."""
 
@@ -123,11 +121,6 @@ class Callbacks:
         combine: Callable[[list[Any]], Any] = COMBINE.get(hook, lambda results: None)
         hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
         return lambda *arguments: combine([call(*arguments) for call in hooks])
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """Metrics of all callbacks → their meaning."""
-        return _union(callback.legend for callback in self._all)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Name of callback → its state; callbacks without state are left out."""

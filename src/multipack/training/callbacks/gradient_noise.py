@@ -29,9 +29,6 @@ class GradientNoise(Callback):
     """
 
     name = "gradient_noise"
-    legend: Mapping[str, str] = {
-        "gradient_noise": "gradient noise scale, in targets: larger steps than this help little"
-    }
     saved = ("steps", "means")
     decay = 0.99
     """Decay of the moving averages per step."""

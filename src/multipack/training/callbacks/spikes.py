@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from multipack.training.callbacks.callback import Callback, RunStopped
-from multipack.training.metrics import SOMETIMES
 
 DECAY = 0.98
 """Decay of the statistics per step: they cover about 50 steps."""
@@ -50,7 +49,6 @@ class SpikeGuard(Callback):
     """
 
     name = "spikes"
-    legend: Mapping[str, str] = {"skipped": SOMETIMES["skipped"]}
 
     def __init__(self, action: Literal["skip", "stop"], report: Callable[[str], None] = print) -> None:
         self.action = action
