@@ -268,7 +268,7 @@ def parameter_count(run: Trainer) -> int:
 
 def _adapter_rows(run: Trainer) -> Rows:
     """Rows on adapters: trained matrices, and frozen weights."""
-    adapter, shapes = run.config.adapter, run.engine.shapes
+    adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved or ()
     held = "" if adapter.format else f", matrices in {run.config.train.dtype}"
     base = ("frozen weights", " at ".join(filter(None, hub_name(adapter.base))) + held)
     if adapter.format is None:
@@ -277,7 +277,7 @@ def _adapter_rows(run: Trainer) -> Rows:
 
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
     count, form = codes * adapter.format.per_byte, adapter.format.text(adapter.double_quantize)
-    others = sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in run.engine.saved)
+    others = sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in saved)
     frozen = f"{count:,} frozen ones are in {form}, {others - count:,} are not quantized"
     return [("adapter", f"{_adapter_text(run)}; {frozen}"), base]
 

@@ -15,7 +15,7 @@ from multipack.models.decoder import Decoder
 from multipack.reports.console import Console
 from multipack.training.apply import StepApplier, StopRequest, diverged
 from multipack.training.assemble import Parts
-from multipack.training.checkpoint import Checkpoint, checked_progress, restore_rng
+from multipack.training.checkpoint import Checkpoint, check_progress, readable, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.metrics import evaluation_line, format_line, sample_line, step_line
 
@@ -63,7 +63,9 @@ class Trainer:
         self.stop = StopRequest(self.feed.interrupt, console.enabled and self.world.launcher != "torchrun")
         self.applied = StepApplier(parts, self.stop, self._record)
         if self.resumed is not None:
-            self._restore(self.resumed)
+            check_progress(self.resumed)
+            with readable(self.resumed.path):
+                self._restore(self.resumed)
         self.world.on_main(lambda: self.files.open(self.objective.run_files, self.resumed, self.best_step))
 
     @property
@@ -236,7 +238,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint into all parts of the run."""
-        progress = checked_progress(checkpoint, self.callbacks.states())
+        progress = checkpoint.progress
         self.notes += self.files.check_origin(progress)
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
