@@ -122,7 +122,7 @@ REFUSED = {
     "optimizer.rules=embedding": ["optimizer.rules", "freeze"],
     "train.epochs=0": ["train.epochs"],
     "train.sample_tokens=-1": ["train.sample_tokens"],
-    "track.to=tensorbord": ["track.to=tensorbord", "tensorboard?"],
+    "track.to=tensorbord": ["track.to=", "nearest: tensorboard"],
     "preference.beta=0": ["preference.beta"],
     "model.batch_size=64": ["plan.capacity"],
     "config=nowhere.yaml": ["config=nowhere.yaml"],

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import DeviceType
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -20,7 +19,7 @@ from multipack.training.callbacks import trackers
 from multipack.training.callbacks.callback import Callbacks, RunStopped
 from multipack.training.callbacks.early_stopping import EarlyStopping
 from multipack.training.callbacks.gradient_noise import GradientNoise
-from multipack.training.callbacks.profiler import Trace, communication
+from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import DECAY, MOST_IN_A_ROW, WARM_UP, RunningMoments, SpikeGuard
 from multipack.training.optimizer import build_optimizer
 from multipack.training.run_config import compose, compose_run
@@ -291,31 +290,6 @@ def test_one_trace_of_a_few_steps_is_written(tmp_path, steps, traced):
     assert any("addmm" in name for name in names)
     assert [str(path) in line for line in reported] == [True]
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("device", [DeviceType.CPU, DeviceType.CUDA])
-def test_communication_is_what_computing_does_not_hide(device):
-    def event(name, start, end, device=DeviceType.CPU, thread=1, note=False):
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(
-            name=name, time_range=span, device_type=device, thread=thread, is_user_annotation=note
-        )
-
-    on_gpu = device == DeviceType.CUDA
-    kind = "ncclDevKernel" if on_gpu else "gloo:all_gather"
-    events = [
-        event("ProfilerStep#1", 0, 60),
-        event("ProfilerStep#2", 60, 100),
-        event("gemm" if on_gpu else "aten::mm", 0, 40, device),
-        event("aten::mm", 30, 100, thread=2),  # collates packs
-        event(kind, 30, 70, device, thread=3),
-        event(kind, 65, 80, device, thread=4),
-        event("gemm" if on_gpu else "aten::add", 75, 90, device),
-    ]
-    events += [event("ProfilerStep#1", 0, 100, device, note=True)] if on_gpu else []
-    found = communication(events)
-    assert found == {"seconds": pytest.approx(35e-6), "of": pytest.approx(100e-6)}
-    assert communication([]) == {}
 
 
 def test_no_trace_of_short_runs_resumed_runs_and_other_ranks(tmp_path):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
-from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import check_item_options
 from multipack.training.run_config import Config
@@ -141,7 +139,7 @@ OF_RANKS = (
     Refusal(
         lambda run: run.resumes and run.needed > run.per_rank,
         "parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
-        " data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline={shorter_pipeline}",
+        " data-parallel rank, and the resumed run has {per_rank}: use a smaller parallel.pipeline",
     ),
     Refusal(
         lambda run: run.slots % run.parallel.token_multiple,
@@ -253,18 +251,6 @@ def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
         "named_ranks": counted(ranks, "data-parallel ranks"),
         "named_given": counted(given, "packs"),
         "named_packs": counted(packs, "packs"),
-        "shorter_pipeline": _shorter_pipeline(parallel, processes, packs),
         "slots": slots,  # of every pack; 0 = they differ
         "divided_slots": max(slots // both, 1) * both,
     }
-
-
-def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
-    """The largest smaller number of pipeline ranks for which a step has enough packs."""
-    for ranks in range(parallel.pipeline - 1, 1, -1):
-        other = replace(parallel, pipeline=ranks)
-        if processes % other.model_ranks == 0:
-            per_rank = -(-packs // other.data_size(processes))
-            if fit_micro_batches(other, per_rank) == per_rank:
-                return ranks
-    return 1

@@ -172,8 +172,6 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
-    if run.world.size > 1:
-        record |= run.callbacks.ending()
     return record | run.feed.ending
 
 

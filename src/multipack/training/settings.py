@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -10,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
-from multipack.planning.options import LossWeighting
+from multipack.planning.options import LossWeighting, check_choice
 from multipack.ranges import Amount, Count, Finite, Positive, Range, Share, check_ranges
 
-TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Values of `track.to`; see `training/callbacks/trackers.py`."""
 
 
@@ -134,7 +133,7 @@ class TrainConfig:
     patience: Count = 0
     """Stop after this many evaluations without a better validation loss; 0 = never."""
     profile: bool = False
-    """Write a torch trace of three steps, after the first two, to the run directory, and time their communication."""
+    """Write a torch trace of three steps, after the first two, to the run directory."""
 
     RETIRED: ClassVar[dict[str, Any]] = {
         "compare_padding": "auto",
@@ -266,17 +265,13 @@ class TrackConfig:
     """Group of runs in wandb and trackio, a tag in mlflow."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """online = as each tracker is set up; offline = files on this machine only; disabled = ignore track.to."""
-    folder: str = ""
-    """Folder of trackers' files; empty = the run directory. Trackio has a setting of its own."""
+
+    RETIRED: ClassVar[dict[str, Any]] = {"folder": ""}
 
     def __post_init__(self) -> None:
         """Check names of trackers."""
         for name in self.to:
-            if name not in TRACKER_NAMES:
-                near = difflib.get_close_matches(name, TRACKER_NAMES, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                hint = "; metrics.jsonl is always written" if name == "jsonl" else hint
-                raise ValueError(f"track.to={name} is not one of {', '.join(TRACKER_NAMES)}{hint}")
+            check_choice("track.to", name, TrackerName)
             if self.to.count(name) > 1:
                 raise ValueError(f"track.to names {name} more than once")
         if self.run_id and {"wandb", "mlflow"} <= set(self.to):

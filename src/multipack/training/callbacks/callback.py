@@ -74,10 +74,6 @@ class Callback:
         """Called with a validation loss, equal on every rank. Returns why the run should stop; empty = continue."""
         return ""
 
-    def ending(self) -> Mapping[str, Any]:
-        """Entries for the record of the end of this process, in history.jsonl."""
-        return {}
-
     def state(self) -> dict[str, Any]:
         """Values for a checkpoint, as JSON."""
         return {name: deepcopy(getattr(self, name)) for name in self.saved}
@@ -97,7 +93,6 @@ def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 COMBINE: dict[str, Callable[[list[Any]], Any]] = {
     "gradient": _union,
-    "ending": _union,
     "accept": all,
     "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
 }

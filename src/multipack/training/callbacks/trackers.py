@@ -48,11 +48,6 @@ class TrackedRun:
         return self.config.name or self.path.resolve().name
 
     @property
-    def folder(self) -> Path:
-        """Folder of trackers' files."""
-        return Path(self.config.folder or self.path)
-
-    @property
     def flat_settings(self) -> dict[str, str]:
         """Settings by their full names, `group.key`, as text."""
         return {name: str(value) for name, value in flatten(dict(self.settings)).items()}
@@ -75,15 +70,13 @@ class Tracker(Protocol):
 
 
 class TensorboardTracker:
-    """Event files in `<folder>/tensorboard`: `tensorboard --logdir RUN`. Repeated steps of a resumed run are hidden."""
+    """Event files in `RUN/tensorboard`: `tensorboard --logdir RUN`. Repeated steps of a resumed run are hidden."""
 
     run_id = ""
 
     def __init__(self, run: TrackedRun) -> None:
-        folder = run.folder / "tensorboard"
-        folder = folder if run.folder == run.path else folder / run.name
         writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder), purge_step=run.step)
+        self._writer = writer(str(run.path / "tensorboard"), purge_step=run.step)
         lines = [f"{key}: {value}" for key, value in run.flat_settings.items()]
         self._writer.add_text("config", _verbatim("\n".join(lines)), run.step)
 
@@ -102,11 +95,10 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases: a run online, or its files in `<folder>/wandb` for `wandb sync`."""
+    """Weights & Biases: a run online, or its files in `RUN/wandb` for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._wandb: Any = import_module("wandb")
-        run.folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=run.config.project,
             entity=run.config.entity or None,
@@ -115,7 +107,7 @@ class WandbTracker:
             id=run.run_id or None,
             resume="allow" if run.run_id else None,
             mode=run.config.mode,
-            dir=run.folder,
+            dir=run.path,
             config=dict(run.settings),
             allow_val_change=bool(run.run_id),  # a resumed run may have other settings
         )
@@ -138,18 +130,17 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads.
+    """MLflow: a run on the configured server, or in `RUN/mlflow.db`; metrics are sent by mlflow's threads.
 
     Settings are parameters of the run; settings that a resumed run changes are tags.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
-        run.folder.mkdir(parents=True, exist_ok=True)
         if run.config.mode == "offline":
-            self._mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
+            self._mlflow.set_tracking_uri(f"sqlite:///{(run.path / 'mlflow.db').resolve()}")
             if self._mlflow.get_experiment_by_name(run.config.project) is None:
-                artifacts = str((run.folder / "mlflow-artifacts").resolve())
+                artifacts = str((run.path / "mlflow-artifacts").resolve())
                 self._mlflow.create_experiment(run.config.project, artifact_location=artifacts)
         self._mlflow.set_experiment(run.config.project)
         tags = {"group": run.config.group} if run.config.group else None
