@@ -69,7 +69,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
         "log.verbose=true prints more",
         "pad factor",
         "loss by step",
-        str(out / "metrics.jsonl"),
+        f"written: {out}, {out / 'checkpoints' / 'step-00000006'}",
         f"final validation loss {result.val_loss:.4f} (perplexity {math.exp(result.val_loss):.4g})",
     ):
         assert row in " ".join(printed.split()), row

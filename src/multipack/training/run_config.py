@@ -24,12 +24,12 @@ from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
+from multipack.words import ConfigError, as_text, flatten, given_values, merge, read_yaml, split
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings of a new run, which keep their saved values when `train.resume=auto` continues it."""
 
-FIXED = ("plan.", "model.", "train.seed", "data.template_date", *FIXED_AT_START)
+FIXED = ("plan.", "model.", "adapter.", "train.seed", "data.template_date", *FIXED_AT_START)
 """Settings, and beginnings of their names, that saved weights or the order of documents depend on.
 
 Documents and tokenizer, which may move, are compared by their hashes when they are read."""
@@ -39,6 +39,7 @@ FREE = {
     *("model.attention", "model.kernels", "model.architecture"),
     "model.dropout",
     "model.scores",  # the objective sets it
+    *("adapter.base", "adapter.base_hash", "adapter.dropout"),  # the base is compared by its hash
 }
 """Exceptions from `FIXED`."""
 
@@ -210,7 +211,6 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
         config.adapter = replace(head, base=base)
     # A saved run has packs_per_step in the place of micro_batches, as `resolve` of assemble.py writes it.
     _check_unchanged(old, flatten(asdict(config)) | {"plan.micro_batches": 0})
-    _check_adapter(saved_adapter(before), config.adapter)
     config.out = out
     return config
 
@@ -372,18 +372,10 @@ def _check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key, value in now.items():
         if key.startswith(FIXED) and key not in FREE and key in before and not _equal(before[key], value):
             raise ConfigError(
-                f"{key} was {_text(before[key])} in that run and cannot become {_text(value)}: the saved weights and"
+                f"{key} was {as_text(before[key]) or 'empty'} in that run and cannot become"
+                f" {as_text(value) or 'empty'}: the saved weights and"
                 " the order of documents depend on it; leave it out, or start a new run with another out="
             )
-
-
-def _check_adapter(before: AdapterConfig, now: AdapterConfig) -> None:
-    """Check that a resumed run has the same adapters; raises a ConfigError that names what differs."""
-    if differing := now.differing(before):
-        raise ConfigError(
-            f"adapter.{differing[0]} cannot change in a resumed run, whose adapters depend on it; leave it out, or"
-            " start a new run with another out="
-        )
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -391,7 +383,3 @@ def _equal(before: Any, now: Any) -> bool:
     if isinstance(now, tuple | list):
         return isinstance(before, tuple | list) and list(before) == list(now)
     return bool(before == now) or str(before) == str(now)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value) or "empty"

@@ -7,7 +7,6 @@ import platform
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -127,44 +126,37 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     from multipack.reports.run_data import read_run
     from multipack.reports.run_page import loss_curve, write_page
 
-    console, folder = run.console, run.run
+    console, folder, log = run.console, run.run, run.files.log
+    if log is None:
+        return
     if run.corpus.arriving is not None:
         notes = corpus_notes(run.corpus) + [("note", text) for text in run.corpus.arriving.warnings]
         if notes:
             console.section("documents that arrived", notes)
-    if run.ending and stopped_by is None:
-        console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if stopped_by is not None:
-        console.line(
-            f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; resume with"
-            f" `{resume_command(folder.path)}`"
-        )
+        resume = f"resume with `{resume_command(folder.path)}`"
+        console.line(f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; {resume}")
+    elif run.ending:
+        console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    rows: list[tuple[str, str | Path]] = [("config", folder.config), ("metrics", folder.metrics)]
-    if folder.samples.is_file() and folder.samples.stat().st_size:
-        rows.append(("samples", folder.samples))
-    if folder.latest.is_file():
-        rows.append(("checkpoint", folder.latest_checkpoint()))
-    if run.corpus.arriving is None:  # arriving documents may never become a store
-        rows.append(("token store", run.corpus.store_path))
-    console.section("written", [(name, str(path)) for name, path in rows])
-    if comparison is not None and run.files.log is not None:
         console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
-    last = []
+    files = [folder.path]
+    files += [folder.latest_checkpoint()] if folder.latest.is_file() else []
+    files += (
+        [run.corpus.store_path] if run.corpus.arriving is None else []
+    )  # a stream may never become a store
+    console.line(f"\nwritten: {', '.join(map(str, files))}")
     if run.val_loss is not None and run.evaluated == run.step:
-        found = [
-            (name.replace("_", " "), run.val_metrics.get(f"val_{name}")) for name in run.objective.last_line
-        ]
-        found += run.val_losses.items()
-        shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
+        found = {
+            name.replace("_", " "): run.val_metrics.get(f"val_{name}") for name in run.objective.last_line
+        }
+        found |= run.val_losses
+        shown = [f"{name} {value:.4f}" for name, value in found.items() if value is not None]
         loss = loss_text(run.val_loss, tokens=not run.objective.legend)
-        last = [wrapped(f"{', '.join([f'final {loss}', *shown])} after {run.step} steps", LINE)]
-    if run.files.log is not None:
-        reason = stopped_by.name if stopped_by is not None else run.ending
-        run.files.log.event("end", end_record(run, reason, comparison))
-        last.append(f"page of this run: {write_page(folder)}")
-    console.line("\n" + "\n".join(last))
+        console.line(wrapped(f"{', '.join([f'final {loss}', *shown])} after {run.step} steps", LINE))
+    log.event("end", end_record(run, run.ending if stopped_by is None else stopped_by.name, comparison))
+    console.line(f"page of this run: {write_page(folder)}")
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
