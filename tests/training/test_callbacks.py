@@ -16,7 +16,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.training.callbacks import trackers
-from multipack.training.callbacks.callback import Callbacks, RunStopped
+from multipack.training.callbacks.callback import RunStopped
 from multipack.training.callbacks.early_stopping import EarlyStopping
 from multipack.training.callbacks.gradient_noise import GradientNoise
 from multipack.training.callbacks.profiler import Trace
@@ -53,9 +53,15 @@ def _restored(callback):
 # The loop
 
 
-def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
-    seen = recorder(gradient=lambda step: {"my_metric": float(step)})
-    watched.append(seen)
+def test_hooks_are_called_in_order_and_a_skipped_step_changes_nothing(
+    words, tmp_path, watched, recorder, files
+):
+    seen, other = (
+        recorder(gradient=lambda step: {"my_metric": float(step)}, accept=lambda step: False),
+        recorder(),
+    )
+    other.name = "other"
+    watched += [seen, other]
     more = ["plan.packs_per_step=4", "train.steps=2", "train.eval_every=2"]
     train(compose([*words, *more, f"out={tmp_path / 'run'}"]))
     micro = [("micro_batch", index) for index in range(3)]
@@ -68,15 +74,11 @@ def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
         return [("record", step), ("stop_reason", step), ("sample", step)]
 
     assert seen.seen == [*evaluation(0), *hooks(1), *hooks(2), *evaluation(2), ("close", False)]
-    assert [record["my_metric"] for record in files(tmp_path / "run").steps] == [1.0, 2.0]
-
-
-def test_a_skipped_step_changes_no_weights(words, tmp_path, watched, recorder, files):
-    watched.append(recorder(accept=lambda step: False))
-    train(compose([*words, "train.steps=2", "train.eval_every=2", f"out={tmp_path / 'run'}"]))
+    assert other.seen == seen.seen
     found = files(tmp_path / "run")
-    assert found.evaluations[0]["val_loss"] == found.evaluations[1]["val_loss"]
+    assert [record["my_metric"] for record in found.steps] == [1.0, 2.0]
     assert [record["skipped"] for record in found.steps] == [1.0, 1.0]
+    assert found.evaluations[0]["val_loss"] == found.evaluations[1]["val_loss"]  # no step changed the weights
 
 
 def test_a_callback_ends_a_run_that_can_be_resumed(words, tmp_path, watched, recorder, capsys):
@@ -89,22 +91,6 @@ def test_a_callback_ends_a_run_that_can_be_resumed(words, tmp_path, watched, rec
     watched[0] = recorder()
     assert train(compose_run([f"out={out}", "train.resume=true"])).step == 4
     assert watched[0].loaded > 0
-
-
-def test_results_of_several_callbacks_are_combined(recorder):
-    one, other = recorder(gradient=lambda step: {"a": 1.0}), recorder(accept=lambda step: step != 3)
-    with pytest.raises(AssertionError):  # names are unique
-        Callbacks([one, other])
-    other.name = "other"
-    both = Callbacks([one, other])
-    assert (both.accept(3, 1.0, 1.0), both.accept(4, 1.0, 1.0)) == (False, True)
-    assert both.gradient(1, None) == {"a": 1.0}
-    assert both.stop_reason(1, 2.0) == ""
-    assert set(both.states()) == {"recorder", "other"}
-    assert both.close(True) is None
-    assert one.seen[-1] == other.seen[-1] == ("close", True)
-    with pytest.raises(AttributeError):
-        both.no_such_hook()
 
 
 def test_each_setting_adds_its_callback(trainer, monkeypatch):

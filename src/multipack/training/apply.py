@@ -226,16 +226,20 @@ class StepApplier:
         else:
             self._check_losses(taken, sums.tolist())
             taken.marks.append(engine.clock.mark())
-            taken.metrics |= self._objective.metrics(engine) | self._callbacks.gradient(step, engine)
-            is_valid = self._check_norm(taken, norm := engine.clip(config.clip))
-            applied = is_valid and self._callbacks.accept(step, taken.metrics["loss"], norm)
+            taken.metrics |= self._objective.metrics(engine)
+            for callback in self._callbacks:
+                taken.metrics |= callback.gradient(step, engine)
+            applied = is_valid = self._check_norm(taken, norm := engine.clip(config.clip))
+            for callback in self._callbacks if is_valid else ():  # each sees every step
+                applied &= callback.accept(step, taken.metrics["loss"], norm)
         if applied:
             engine.step(rate)
         else:
             engine.discard()
             taken.metrics["skipped"] = 1.0
         self.step = step
-        self._callbacks.after_step(step, engine, applied)
+        for callback in self._callbacks:
+            callback.after_step(step, engine, applied)
         taken.marks.append(engine.clock.mark())
         self.settle()
         self._last = taken

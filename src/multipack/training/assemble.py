@@ -33,7 +33,7 @@ from multipack.reports.console import PLANNING, Console, Detail
 from multipack.run import RunDirectory, find_run, unused_folder
 from multipack.shapes import ModelShape
 from multipack.training.blueprint import open_engine
-from multipack.training.callbacks.callback import Callback, Callbacks
+from multipack.training.callbacks.callback import Callback
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, Feed, PackLoaders, Validation
 from multipack.training.objective import Objective
@@ -120,7 +120,7 @@ class Parts:
     opening: Opening
     model: OpenModel
     feeds: Feeds
-    callbacks: Callbacks
+    callbacks: list[Callback]
     files: RunFiles
     notes: list[str]
 
@@ -155,7 +155,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     notes = [*model.notes, *_outside_template(config, corpus, template), *start.notes]
     if config.train.eval_every and config.train.sample_tokens and not (engine.is_whole or foreign):
         notes.append("no samples, because no rank holds the whole model: use `multipack generate RUN`")
-    return Parts(opening, model, feeds, Callbacks(callbacks), files, [*notes, *feeds.notes])
+    return Parts(opening, model, feeds, callbacks, files, [*notes, *feeds.notes])
 
 
 def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:

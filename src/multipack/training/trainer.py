@@ -125,7 +125,8 @@ class Trainer:
         saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
         if saved and (self.best is None or self.val_loss < self.best):
             self.best, self.best_step = self.val_loss, self.step
-        self._reason = self._reason or self.callbacks.stop_reason(self.step, self.val_loss)
+        reasons = [callback.stop_reason(self.step, self.val_loss) for callback in self.callbacks]
+        self._reason = self._reason or "; ".join(filter(None, reasons))
         self.sample()
         self.applied.restart_clock()
 
@@ -145,7 +146,8 @@ class Trainer:
         text = f"{prompts[0]}▌{completion.text}"
         if self.files.log is not None:
             self.files.log.sample(self.step, text)
-            self.callbacks.sample(self.step, text)
+            for callback in self.callbacks:
+                callback.sample(self.step, text)
         verbose = self.config.log.verbose
         shown = text.splitlines() if verbose else [sample_line(prompts[0], completion.text)]
         if verbose or self.step:  # before the first step in the file only
@@ -175,7 +177,8 @@ class Trainer:
             if problem := self.files.close(failed):
                 self.console.line(problem)
         finally:
-            self.callbacks.close(failed)
+            for callback in self.callbacks:
+                callback.close(failed)
             self.feeds.close()
 
     def _steps(self) -> Iterator[tuple[int, StepData]]:
@@ -186,7 +189,8 @@ class Trainer:
             self.applied.restart_clock()
             while self.step < self.steps and not self.ending:
                 self.world.watch.at_step(self.step + 1)
-                self.callbacks.before_step(self.step + 1)
+                for callback in self.callbacks:
+                    callback.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:
                     yield self.step + 1, data
@@ -212,12 +216,14 @@ class Trainer:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
         if self.files.log is not None:
             self.files.log.record(values)
-            self.callbacks.record(values)
+            for callback in self.callbacks:
+                callback.record(values)
 
     def _watch(self, data: StepData, index: int) -> None:
         """Call the callbacks after micro-batch `index` of a step."""
         own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
-        self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
+        for callback in self.callbacks:
+            callback.micro_batch(index, self.engine, float(own), float(data.denominator))
 
     def _is_last(self) -> bool:
         return self.step == self.steps or bool(self.ending)
@@ -253,7 +259,9 @@ class Trainer:
                 " over different units"
             )
         self.objective.load_state(self.engine, progress.get("objective", {}))
-        self.callbacks.load_states(progress["callbacks"])
+        for callback in self.callbacks:
+            if callback.name in progress["callbacks"]:  # others start anew
+                callback.load_state(progress["callbacks"][callback.name])
         drops = self.config.model.dropout or self.config.adapter.dropout
         if not restore_rng(self.world, checkpoint.source) and drops:
             self.notes.append(
@@ -266,6 +274,6 @@ class Trainer:
             "data": self.feed.state_dict(),
             "running": [*self.applied.running, self.config.train.loss_weighting],
             **{name: getattr(self, name) for name in RESULTS},
-            "callbacks": self.callbacks.states(),
+            "callbacks": {each.name: state for each in self.callbacks if (state := each.state())},
             "objective": self.objective.state(self.engine),
         }

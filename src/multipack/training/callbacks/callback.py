@@ -1,4 +1,4 @@
-"""Base class of callbacks, and the list of a run's callbacks as one.
+"""Base class of callbacks; the loop calls each hook of all of them in order.
 
     before_step ▸ [forward, backward ▸ micro_batch]… ▸ gradient ▸ clip ▸ accept ▸ optimizer ▸ after_step ▸ record
                                                                        evaluation ▸ stop_reason, sample
@@ -12,7 +12,7 @@ A callback must not read values of the device in `micro_batch` or `after_step`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -85,45 +85,3 @@ class Callback:
 
     def close(self, failed: bool) -> None:
         """Called at the end of the run; `failed` is True if an exception ended it."""
-
-
-def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
-
-
-COMBINE: dict[str, Callable[[list[Any]], Any]] = {
-    "gradient": _union,
-    "accept": all,
-    "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
-}
-"""Hook → how the results of several callbacks become one; other hooks have no results."""
-
-
-class Callbacks:
-    """The callbacks of a run as one: each hook calls all of them in order and combines their results."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._all = list(callbacks)
-        names = [callback.name for callback in self._all]
-        assert len(set(names)) == len(names), names
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._all)
-
-    def __getattr__(self, hook: str) -> Callable[..., Any]:
-        if not callable(getattr(Callback, hook, None)):
-            raise AttributeError(hook)
-        combine: Callable[[list[Any]], Any] = COMBINE.get(hook, lambda results: None)
-        hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
-        return lambda *arguments: combine([call(*arguments) for call in hooks])
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Name of callback → its state; callbacks without state are left out."""
-        found = {callback.name: callback.state() for callback in self._all}
-        return {name: state for name, state in found.items() if state}
-
-    def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `states()` returned; a callback that is not in it starts anew."""
-        for callback in self._all:
-            if callback.name in states:
-                callback.load_state(states[callback.name])
