@@ -127,14 +127,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(run, name, make):
     assert "\n" not in str(refused.value)
 
 
-def test_a_checkpoint_without_its_state_is_no_run(run):
-    path = _save(run, 3)
-    (path / "state.json").unlink()
-    assert find_run(path)[1] == path
-    with pytest.raises(ValueError, match=r"state\.json is missing"):
-        load_checkpoint(path)
-
-
 def test_what_cannot_be_removed_is_reported_once_and_ends_no_run(run, monkeypatch):
     lines, remove = [], shutil.rmtree
     (run.checkpoints / ".best.1f3a.partial").touch()

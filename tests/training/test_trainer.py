@@ -44,10 +44,11 @@ def _assert_equal(out, other, files):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files):
+def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files, changed):
     out = tmp_path / "run"
-    result = train(compose([*words, f"out={out}"]), compare_padding=True)
+    result = train(compose(changed(words, "train.dtype=auto", f"out={out}")), compare_padding=True)
     printed = capsys.readouterr().out
+    assert compose_run(["train.resume=true", f"out={out}"]).train.dtype == "fp32"  # what auto chose
     found = files(out)
     assert (result.step, result.stopped_by) == (6, None)
     assert found.losses[-1] < found.losses[0] - 0.1

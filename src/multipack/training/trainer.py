@@ -148,10 +148,8 @@ class Trainer:
             self.files.log.sample(self.step, text)
             for callback in self.callbacks:
                 callback.sample(self.step, text)
-        verbose = self.config.log.verbose
-        shown = text.splitlines() if verbose else [sample_line(prompts[0], completion.text)]
-        if verbose or self.step:  # before the first step in the file only
-            self.console.line("\n".join("    " + line for line in shown))
+        if self.step:  # before the first step in the file only
+            self.console.line(f"    {sample_line(prompts[0], completion.text)}")
 
     def save(self) -> None:
         """Write a checkpoint; collective.
@@ -251,13 +249,8 @@ class Trainer:
         self.applied.step = self.saved = checkpoint.step
         self.evaluated, self.best, self.best_step = (progress[name] for name in RESULTS)
         *running, before = progress["running"]
-        if before == (weighting := self.config.train.loss_weighting):
+        if before == self.config.train.loss_weighting:  # else the sums are of other units
             self.applied.running = running
-        else:
-            self.notes.append(
-                f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
-                " over different units"
-            )
         self.objective.load_state(self.engine, progress.get("objective", {}))
         for callback in self.callbacks:
             if callback.name in progress["callbacks"]:  # others start anew
