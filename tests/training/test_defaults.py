@@ -116,9 +116,8 @@ def test_given_weights_have_their_own_learning_rate(resolved):
         ([start, "optimizer.lr=0"], Objective, 0.0),
         (["optimizer.lr=-1"], Objective, 2e-3),
     ):
-        config, notes = resolved("cpu", "train.dtype=fp32", *words, objective=objective)
+        config, _ = resolved("cpu", "train.dtype=fp32", *words, objective=objective)
         assert config.optimizer.lr == lr
-        assert any(f"optimizer.lr is {lr:g}" in note for note in notes) == (words == [start])
         again = resolved("cpu", "train.dtype=fp32", f"optimizer.lr={config.optimizer.lr}", start)[
             0
         ]  # as a resumed run has it
@@ -131,7 +130,7 @@ def test_the_header_states_what_the_run_does(trainer):
     run = trainer("train.steps=6", "optimizer.warmup_steps=20", "train.fixed_shape=true")
     rows = dict(header_rows(run))
     assert rows["learning rate"].endswith("the run ends before, with 0.0009 at step 6")
-    assert rows["execution"] == "forward passes in fp32, packs padded to 256 slots, not compiled"
+    assert rows["execution"].startswith("train.dtype=fp32 train.fixed_shape=true train.compile=false ")
     assert rows["parameters"].endswith(" in fp32")
 
 

@@ -231,10 +231,6 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
             f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
             " micro-batches each"
         )
-    if parallel.pipeline > 1 and config.train.fixed_shape != "true":
-        notes.append(
-            Detail(f"packs are padded to plan.capacity={config.plan.capacity}: pipelines need one shape")
-        )
     return packs, notes
 
 
@@ -362,15 +358,11 @@ def shape_of(
         ValueError: the vocabulary is smaller than the tokenizer's, or the resumed run names another model.
     """
     size = config.model.vocabulary_size
-    if size and size < tokenizer.vocabulary_size and config.train.resume != "false":
-        raise ValueError(
-            f"the documents have changed since the run began: their tokenizer has {tokenizer.vocabulary_size:,} tokens,"
-            f" and that of the run {size:,}; restore them, or start a new run with another out="
-        )
     if size and size < tokenizer.vocabulary_size:
+        changed = "restore the documents of the run, or start a new one with another out="
+        mend = "use 0 to take the tokenizer's" if config.train.resume == "false" else changed
         raise ValueError(
-            f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size};"
-            " use 0 to take the tokenizer's"
+            f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size}: {mend}"
         )
     rows = initial.shape.vocabulary_size if initial is not None else 0  # may exceed the number of tokens
     shape = config.shape_with(size or max(rows, tokenizer.vocabulary_size))
@@ -433,13 +425,6 @@ def resolve(
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         lr *= ADAPTER_LR_SCALE if config.adapter.name != "none" else 1
         optimizer = replace(optimizer, lr=lr)
-        if train.init_from:
-            adapted = " with adapters" if config.adapter.name != "none" else ""
-            notes.append(
-                Detail(
-                    f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from{adapted}"
-                )
-            )
     return (
         replace(
             config,
@@ -526,10 +511,11 @@ def build_callbacks(
     """
     train, log, track = config.train, config.log, config.track
     callbacks: list[Callback] = []
-    if train.profile:
+    trace = run.path / "trace.json"
+    if train.profile and world.is_main and not trace.exists():  # a resumed run keeps its earlier trace
         from multipack.training.callbacks.profiler import Trace
 
-        callbacks.append(Trace(run.path / "trace.json" if world.is_main else None, world.device, report))
+        callbacks.append(Trace(trace, world.device, report))
     if log.gradient_noise:
         from multipack.training.callbacks.gradient_noise import GradientNoise
 

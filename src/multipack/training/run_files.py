@@ -30,7 +30,7 @@ from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.planning.plan import Plan
 from multipack.run import RunDirectory, check_regular, config_yaml
-from multipack.training.checkpoint import Checkpoint, CheckpointWriter, damage, name_of, sweep
+from multipack.training.checkpoint import LOG, Checkpoint, CheckpointWriter, damage, name_of, sweep
 from multipack.training.run_config import Config
 
 Mark = dict[str, Any]
@@ -288,7 +288,7 @@ def _digest(path: Path) -> Any:
 
 
 def _paths(run: RunDirectory) -> dict[str, Path]:
-    return {"metrics": run.metrics, "samples": run.samples, "documents": run.documents}
+    return {name: getattr(run, name) for name in LOG}
 
 
 def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[bytes, bytes]]:

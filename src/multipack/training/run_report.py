@@ -26,8 +26,8 @@ from multipack.training.compare import PADDED_BATCH_SIZE, Comparison
 from multipack.training.metrics import LEGEND, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
-from multipack.training.run_config import Config
 from multipack.training.trainer import Trainer
+from multipack.words import as_text
 
 if TYPE_CHECKING:
     from multipack.reports.summary import Rows
@@ -36,6 +36,8 @@ HEADER_LINES = 8
 """Lines that a run prints before the last line of a brief header, which counts the notes beyond them.
 
 The evaluation before the first step adds a line."""
+EXECUTION = ("dtype", "fixed_shape", "compile", "recompute", "tiles", "deterministic")
+"""Settings of `TrainConfig` that say how steps are computed."""
 
 
 class MeasuredPlan(NamedTuple):
@@ -190,7 +192,7 @@ def header_rows(run: Trainer) -> Rows:
         ),
         ("parameters", f"{parameter_count(run):,}{' in fp32' if saved is None else ''}"),
         *([] if saved is None else _adapter_rows(run)),
-        ("execution", _execution(config)),
+        ("execution", " ".join(f"train.{name}={as_text(getattr(config.train, name))}" for name in EXECUTION)),
         ("optimizer", _optimizer(run)),
         ("learning rate", _schedule(run)),
         ("seed", str(config.train.seed)),
@@ -286,19 +288,6 @@ def _adapter_text(run: Trainer) -> str:
         f"{stabilized}, on {matrices} matrices{form}{whole}: {trained:,} parameters trained"
         f" ({100 * trained / count:.2g} %)"
     )
-
-
-def _execution(config: Config) -> str:
-    """One line on computation: precision, shapes of packs, compilation, activation checkpointing."""
-    train, slots = config.train, config.pack_slots
-    parts = [
-        f"forward passes in {train.dtype}",
-        f"packs padded to {slots:,} slots" if slots else "packs of varying sizes",
-        "blocks compiled" if train.compile == "true" else "not compiled",
-    ]
-    parts += [f"activation checkpointing: {train.recompute}"] if train.recompute != "none" else []
-    parts += [f"{train.tiles} tiles"] if train.tiles > 1 else []
-    return ", ".join(parts + ["deterministic"] * train.deterministic)
 
 
 def measure_plan(run: Trainer) -> MeasuredPlan | None:

@@ -18,25 +18,17 @@ TRACED_STEPS = 3
 
 
 class Trace(Callback):
-    """Profiles a few steps of this process and writes one trace to `path`; None = this rank writes none.
-
-    On a CUDA `device` its kernels are traced too. A resumed run keeps its earlier trace.
-    """
+    """Profiles a few steps of this process and writes one trace to `path`, with the kernels of a CUDA `device`."""
 
     name = "trace"
 
-    def __init__(
-        self, path: Path | None, device: torch.device, report: Callable[[str], None] = print
-    ) -> None:
-        if path is not None and path.exists():
-            report(f"{path} is of an earlier part of this run; remove it to get another trace")
-            path = None
+    def __init__(self, path: Path, device: torch.device, report: Callable[[str], None] = print) -> None:
         self.path, self._device, self._report = path, device, report
         self._profiler: profile | None = None
 
     def before_step(self, step: int) -> None:
         """Start the profiler with the first step of the process."""
-        if self.path is None or self._profiler is not None:
+        if self._profiler is not None:
             return
         cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._profiler = profile(
@@ -55,14 +47,14 @@ class Trace(Callback):
         """Write a shorter trace if the run ended within it."""
         if self._profiler is not None:
             self._profiler.stop()
-        if self.path is not None and not self.path.exists():
+        if not self.path.exists():
             self._report(
                 f"train.profile=true traces {TRACED_STEPS} steps after the first {SKIP_STEPS} of a process, but this"
                 " one ended before them: no trace was written"
             )
 
     def _write(self, profiler: profile) -> None:
-        if self.path is None or profiler.step_num <= SKIP_STEPS:
+        if profiler.step_num <= SKIP_STEPS:
             return
         written = self.path.with_name(f".{self.path.name}.partial")
         profiler.export_chrome_trace(str(written))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -257,26 +257,18 @@ class Tracking(Callback):
     def close(self, failed: bool) -> None:
         """Close the trackers that began."""
         for name, tracker in self._begun.items():
-            try:
-                tracker.close(failed)
-            except Exception as error:
-                self._report_failure(name, error)
+            with self._reported(name):
+                tracker.close(failed or name in self._failed)
         self._begun.clear()
 
     def _forward(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name in self._run.config.to:
             if name in self._failed:
                 continue
-            try:
+            with self._reported(name):
                 if name not in self._begun:
                     self._begun[name] = self._begin(name, step)
                 call(self._begun[name])
-            except Exception as error:
-                self._report_failure(name, error)
-                self._failed.add(name)
-                if name in self._begun:
-                    with suppress(Exception):
-                        self._begun.pop(name).close(True)
 
     def _begin(self, name: str, step: int) -> Tracker:
         saved = self.run_ids.get(name)
@@ -285,8 +277,15 @@ class Tracking(Callback):
         self.run_ids[name] = tracker.run_id
         return tracker
 
-    def _report_failure(self, name: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        self._report(
-            f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
-        )
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """Context whose first error is printed; the tracker gets no more records."""
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if name not in self._failed:
+                self._report(
+                    f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
+                )
+            self._failed.add(name)
