@@ -74,12 +74,7 @@ def sum_over_ranks(
 ) -> Tensor:
     """Sum the numbers of a step over ranks by one all-reduce, which leaves them on the device.
 
-    Args:
-        mesh: the ranks.
-        data: the step.
-        result: this rank's losses.
-        signal: number of the signal that this rank received; 0 = none.
-        seconds: forward seconds of this rank.
+    `signal` is the number of the one that this rank received, 0 = none; `seconds` are its forward seconds.
 
     Returns:
         (3 + data-parallel ranks + packs,) float64: the step's summed loss, its slots, the sum of signals, the

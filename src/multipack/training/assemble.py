@@ -346,13 +346,7 @@ def shape_of(
     """The decoder's shape with its vocabulary.
 
     A resumed run keeps the family of its checkpoint. A model of transformers is built from the checkpoint's
-    config.json, because its folder may have changed.
-
-    Args:
-        config: settings of the run.
-        tokenizer: tokenizer of the documents.
-        initial: the weights that are read, whose family the run keeps.
-        resumed: the checkpoint of a resumed run.
+    config.json, because its folder may have changed. The family is the one of the `initial` weights, if there are any.
 
     Raises:
         ValueError: the vocabulary is smaller than the tokenizer's, or the resumed run names another model.

@@ -95,12 +95,8 @@ class CheckpointWriter:
     In the background, training continues while a checkpoint is written: each rank first copies its pieces to CPU
     memory. The next `save` waits for the checkpoint; errors are raised there or by `wait`, on every rank.
 
-    Args:
-        run: the run directory.
-        world: all ranks of the run.
-        keep: number of newest checkpoints to keep, besides the best; 0 = all.
-        background: whether `save` returns before the checkpoint is written.
-        report: called on rank 0 with a line of text if an old checkpoint cannot be removed, once.
+    It keeps the `keep` newest checkpoints (0 = all) besides the best; `report` gets a line, once, on rank 0, if an old
+    one cannot be removed.
     """
 
     def __init__(
@@ -137,7 +133,7 @@ class CheckpointWriter:
         Args:
             step: number of steps taken.
             tensors: this rank's tensors by group and name. States of random number generators are added.
-            progress: JSON values of the trainer. Only rank 0 uses this and the following arguments.
+            progress: see `PROGRESS`. Only rank 0 uses this and the following arguments.
             files: name → content of additional text files.
             best: whether its validation loss is the lowest so far.
 
@@ -377,12 +373,8 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore_rng(world: World, source: TensorFiles) -> bool:
-    """Set this rank's random number generators to their saved states, if there are any.
-
-    Returns:
-        False, on all ranks, if the checkpoint was written by fewer ranks.
-    """
+def restore_rng(world: World, source: TensorFiles) -> None:
+    """Set this rank's random number generators to their saved states; a rank that is new keeps its own."""
     saved = source.shapes("rng")
     for name in rng_state(world).keys() & saved.keys():
         state = source.tensor("rng", name)
@@ -390,4 +382,3 @@ def restore_rng(world: World, source: TensorFiles) -> bool:
             torch.cuda.set_rng_state(state, world.device)
         else:
             torch.set_rng_state(state)
-    return f"rank-{world.size - 1}.cpu" in saved

@@ -79,7 +79,7 @@ def compare_with_padding(
 
     Args:
         engine: an engine in a world of one process: padded ranks would wait for each other.
-        documents: the training documents of the plan.
+        documents: the training documents.
         plan: its first steps are compared.
         batch_size: documents in a padded batch.
         steps: most pairs to time, after one untimed pair.

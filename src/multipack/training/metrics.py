@@ -80,14 +80,7 @@ def peak_memory_bytes() -> int:
 
 
 def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, seconds_left: float) -> str:
-    """A step as one line of at most 100 columns.
-
-    Args:
-        metrics: record of the step.
-        steps: last step of the run.
-        val_loss: validation loss of the last evaluation; None = there was none.
-        seconds_left: estimated time to the end of the run.
-    """
+    """The record of a step as one line of at most 100 columns; `steps` is the last step of the run."""
     step = f"step {metrics['step']:>{len(str(steps))}.0f}/{steps}"
     parts = [step, f"loss {metrics['loss']:.4f}"]
     parts += [f"val {val_loss:.4f}"] if val_loss is not None else []
@@ -100,10 +93,7 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
 def evaluation_line(metrics: Mapping[str, float], tokens: bool = True, first: Sequence[str] = ()) -> str:
     """An evaluation as one line of at most 100 columns; metrics that do not fit are left out, and "…" says so.
 
-    Args:
-        metrics: record of the evaluation.
-        tokens: whether losses are means over tokens, which have a perplexity.
-        first: names of metrics to put before the others.
+    Losses that are means over `tokens` have a perplexity; metrics named in `first` are put before the others.
     """
     names = [name for name in (*first, *metrics) if name in metrics and name not in ("step", "val_loss")]
     line = f"evaluation after step {metrics['step']:.0f}: {loss_text(metrics['val_loss'], tokens)}"

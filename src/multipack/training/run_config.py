@@ -121,11 +121,7 @@ class Config:
 
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
-    """Build the configuration of a run from command-line words; see `multipack.words`.
-
-    Args:
-        words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
-        base: values of a saved run, which words override.
+    """Build the configuration of a run from words, and the `base` of a saved run below them; see `multipack.words`.
 
     Raises:
         ConfigError: a word is invalid, or has no effect; the message names the field and the nearest legal name or
@@ -182,10 +178,7 @@ def compose_run(words: Iterable[str]) -> Config:
 
 
 def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str) -> Config:
-    """The configuration of a saved run with the settings `before` and changes to them, which are checked.
-
-    With `restarts` the settings of `FIXED_AT_START` keep their saved values.
-    """
+    """The saved configuration `before` with changes, which are checked; `restarts` keeps `FIXED_AT_START`."""
     old = flatten(before)
     if restarts:
         for key in FIXED_AT_START:
@@ -227,11 +220,7 @@ def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
-    """The decoder's shape of a run, a checkpoint or a Hugging Face folder, without reading weights.
-
-    Args:
-        path: the folder.
-        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
+    """The decoder's shape of a run, a checkpoint or a Hugging Face folder (`foreign`: of a model of transformers).
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -332,14 +321,8 @@ def folder_of_weights(path: str, setting: str) -> Path:
 def check_documents_named(given: Mapping[str, Any], weights: str) -> None:
     """Check that somebody who brings weights, adapters or preferences also names documents.
 
-    The default documents, Python's standard library, are for a first run; `data=stdlib` asks for them.
-
-    Args:
-        given: values of words and files by full name.
-        weights: the weights to start from; empty = new ones.
-
-    Raises:
-        ConfigError: the documents are not named.
+    The default documents, Python's standard library, are for a first run; `data=stdlib` asks for them. `given` has the
+    values of words and files by full name; `weights` are the ones to start from, empty for new ones.
     """
     if "data" in given or any(key.startswith("data.") for key in given):
         return
@@ -362,12 +345,7 @@ def check_adapter_words(words: Iterable[str], adapter: AdapterConfig) -> None:
 def _check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Check that a resumed run has the settings that its weights and its order of documents depend on.
 
-    Args:
-        before: full name of a setting → value in the saved run, which lacks settings that are newer.
-        now: the same of the resumed run.
-
-    Raises:
-        ConfigError: a setting differs; the message names it.
+    Both have values by full name; the saved run lacks settings that are newer.
     """
     for key, value in now.items():
         if key.startswith(FIXED) and key not in FREE and key in before and not _equal(before[key], value):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -49,7 +48,7 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
 
 
 def _files(run: RunDirectory) -> Iterator[Finding]:
-    """Check the configuration, permissions, and leftovers of killed processes."""
+    """Check the configuration, and leftovers of killed processes."""
     try:
         compose([], read_yaml(run.config))
         yield Finding("config.yaml", "ok", "readable")
@@ -58,13 +57,6 @@ def _files(run: RunDirectory) -> Iterator[Finding]:
             "config.yaml", "fail", str(error), "restore it, or copy config.yaml of the latest checkpoint"
         )
     folders = [path for path in (run.path, run.checkpoints) if path.is_dir()]
-    closed = [path for path in folders if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]
-    closed += [path for path in run.path.rglob("*") if path.is_file() and not os.access(path, os.R_OK)]
-    if closed:
-        remedy = f"chmod u+rwX {shlex.quote(str(closed[0]))}"
-        yield Finding("permissions", "fail", f"{closed[0]} cannot be read or written", remedy)
-    else:
-        yield Finding("permissions", "ok", "all files can be read, and folders written")
     left = [path for folder in folders for path in folder.glob(".*") if path.suffix in (PARTIAL, ".old")]
     if left:
         names = ", ".join(path.name for path in left[:3])

@@ -211,11 +211,7 @@ class RunLog:
     def documents(self, step: int, numbers: Sequence[int], index: int = 0, plan: Plan | None = None) -> None:
         """Append the numbers of a step's documents to documents.jsonl; with the first step of an epoch, its plan.
 
-        Args:
-            step: global step, from 1.
-            numbers: document numbers of all ranks.
-            index: index of the step in its epoch, from 0.
-            plan: plan of the epoch; None for a stream.
+        `index` is the step's in its epoch, from 0; a stream has no plan.
         """
         line: dict[str, Any] = {"step": step, "epoch": plan.epoch if plan else 0, "index": index}
         if plan is not None and index == 0:

@@ -255,11 +255,7 @@ class Trainer:
         for callback in self.callbacks:
             if callback.name in progress["callbacks"]:  # others start anew
                 callback.load_state(progress["callbacks"][callback.name])
-        drops = self.config.model.dropout or self.config.adapter.dropout
-        if not restore_rng(self.world, checkpoint.source) and drops:
-            self.notes.append(
-                "some ranks are new: their dropout starts from the seed, not from the checkpoint"
-            )
+        restore_rng(self.world, checkpoint.source)
 
     def _progress(self) -> dict[str, Any]:
         """The progress of the run, as plain values for a checkpoint."""
