@@ -106,7 +106,7 @@ def test_refusals(words, tmp_path):
     with pytest.raises(ConfigError, match=r"train.init_from=.* is not read with adapter.base=.*: leave one"):
         compose_run([*words, "adapter=lora", f"adapter.base={out}"])
     compose_run([*words, "adapter=lora", words[-1].replace("train.init_from", "adapter.base")])  # the same
-    with pytest.raises(ConfigError, match=r"adapter.rank cannot change in a resumed run"):
+    with pytest.raises(ConfigError, match=r"adapter.rank was"):
         compose_run(["train.resume=true", f"out={out}", "adapter.rank=4"])
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match=r"holds adapters of .*base.*, which cannot be read"):

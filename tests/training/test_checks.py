@@ -38,7 +38,6 @@ OF_KINDS = [
     ("preference.beta=0.5", "documents", "preference."),
     ("parallel.pipeline=2", "pairs", "parallel.pipeline=2"),
     ("parallel.context=2", "labels", "parallel.context=2"),
-    ("train.compare_padding=true", "pairs", "train.compare_padding=true"),
     ("train.label_smoothing=0.1", "pairs", "train.label_smoothing=0.1"),
     ("train.z_loss=1e-4", "labels", "train.z_loss=0.0001"),
 ]

@@ -1,4 +1,4 @@
-"""Learning rates of all schedules, and their scaling by the size of a step."""
+"""Learning rates of all schedules."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from multipack.training.optimizer import learning_rate, rate_factor, schedule_text
+from multipack.training.optimizer import learning_rate, schedule_text
 from multipack.training.settings import OptimizerConfig
 
 
@@ -45,35 +45,17 @@ def test_wsd_is_stable_until_the_last_share_of_the_steps():
     assert _rates(400, **options)[:75] == rates[:75]  # a longer run begins equally
     whole = _rates(10, **{**options, "warmup_steps": 5, "decay_share": 1.0})
     assert whole == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    bent = _rates(
-        100, **{**options, "min_lr": 0.5, "warmup_steps": 0, "decay_share": 0.5}, decay_shape="sqrt"
-    )
-    assert bent[49 + 18] == pytest.approx(0.5 + 0.5 * (1 - 0.6))  # √(18/50) = 0.6
-
-
-def test_scaling_is_one_at_the_reference():
-    for scaling, factors in (("none", [1, 1, 1]), ("sqrt", [0.5, 1, 2]), ("linear", [0.25, 1, 4])):
-        config = OptimizerConfig(lr_scaling=scaling, reference_tokens=1000)
-        assert [rate_factor(config, tokens) for tokens in (250, 1000, 4000)] == factors
-    with pytest.raises(ValueError, match="steps with targets"):
-        rate_factor(OptimizerConfig(lr_scaling="sqrt", reference_tokens=10), 0)
 
 
 @pytest.mark.parametrize(
     ("steps", "options", "text"),
     [
         (60, {"warmup_steps": 6}, "cosine; warm-up to 0.002 at step 6; 0.0002 at step 60"),
-        (60, {"warmup_steps": 60}, "cosine; warm-up to 0.002 at step 60"),
-        (
-            60,
-            {"warmup_steps": 100},
-            "cosine; warm-up to 0.002 at step 100; the run ends before, with 0.0012 at step 60",
-        ),
         (9, {"warmup_steps": 0, "schedule": "constant"}, "constant; 0.002 at step 1"),
         (
             100,
-            {"warmup_steps": 10, "schedule": "wsd", "decay_shape": "sqrt"},
-            "wsd; warm-up to 0.002 at step 10; 1 - sqrt decay from step 80 to 0.0002 at step 100",
+            {"warmup_steps": 10, "schedule": "wsd"},
+            "wsd; warm-up to 0.002 at step 10; linear decay from step 80 to 0.0002 at step 100",
         ),
         (
             60,
@@ -82,12 +64,8 @@ def test_scaling_is_one_at_the_reference():
         ),
     ],
 )
-def test_the_header_shows_turning_points_and_scaling(steps, options, text):
-    assert schedule_text(OptimizerConfig(lr=0.002, **options), steps, 1) == text
-    scaled = OptimizerConfig(lr=0.001, lr_scaling="sqrt", reference_tokens=1000, **options)
-    assert schedule_text(scaled, steps, 4000) == (
-        f"{text}; lr 0.001 x 2 (sqrt in 4,000 targets a step over 1,000)"
-    )
+def test_the_header_shows_turning_points(steps, options, text):
+    assert schedule_text(OptimizerConfig(lr=0.002, **options), steps) == text
 
 
 def test_every_rate_in_the_header_is_that_of_its_step():
@@ -102,7 +80,7 @@ def test_every_rate_in_the_header_is_that_of_its_step():
         if 0 < decay <= warmup:
             continue  # refused
         config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
-        name, *parts = schedule_text(config, steps, 1).split("; ")
+        name, *parts = schedule_text(config, steps).split("; ")
         ends = "the run ends before, with "
         named = [(re.search(r"(\S+) at step (\d+)$", part), part.startswith(ends)) for part in parts]
         places = [int(found[2]) for found, _ in named]
@@ -132,7 +110,6 @@ def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
 
 def test_illegal_schedules_are_refused_by_name():
     for options, name in (
-        ({"lr_scaling": "sqrt"}, "optimizer.reference_tokens"),
         ({"schedule": "wsd", "decay_share": 0.0}, "optimizer.decay_share"),
         ({"decay_share": 1.5}, "optimizer.decay_share"),
         ({"warmup_steps": 10, "decay_steps": 10}, "optimizer.decay_steps"),

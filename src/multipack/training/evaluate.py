@@ -114,7 +114,7 @@ def evaluate(
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
             Without documents, the run's validation documents are evaluated.
-        weights: which weights of a run: latest, best or ema.
+        weights: which weights of a run: latest or best.
         console: shows progress.
 
     Raises:

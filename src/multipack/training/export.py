@@ -66,7 +66,7 @@ def export(
     Args:
         path: the run or the checkpoint.
         folder: to write; it must not exist, or be empty.
-        weights: which of the run's weights: latest, best or ema.
+        weights: which of the run's weights: latest or best.
         dtype: fp32, bf16 or fp16; auto = the dtype of the model that the run started with, or fp32.
         merge: write the whole model with its adapters merged into the weights.
 

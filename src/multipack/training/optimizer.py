@@ -250,9 +250,8 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of step `step`, counted from 1, in a run of `steps` steps.
 
-    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
-    `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
-    extended from any checkpoint before the decay.
+    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays linearly over
+    the last `decay_share` of the steps: a run can be extended from any checkpoint before the decay.
     """
     if step <= (warmup := warmup_steps(steps, config)):
         return config.lr * step / warmup
@@ -263,8 +262,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
     if config.schedule == "cosine":
         return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
-    if config.schedule == "wsd" and config.decay_shape == "sqrt":
-        progress = math.sqrt(progress)
     return floor + (config.lr - floor) * (1 - progress)
 
 
@@ -275,45 +272,21 @@ def warmup_steps(steps: int, config: OptimizerConfig) -> int:
     return math.ceil(config.warmup_steps * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
 
 
-def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """Factor of all learning rates of a run, from the mean number of target tokens in its steps.
-
-    With κ times `optimizer.reference_tokens` targets in a step the factor is κ (`linear`: Goyal et al. 2017,
-    arXiv:1706.02677, for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon
-    are not scaled.
-    """
-    if config.lr_scaling == "none":
-        return 1.0
-    if targets_per_step <= 0:
-        raise ValueError(
-            f"optimizer.lr_scaling={config.lr_scaling} needs steps with targets, got {targets_per_step} a step"
-        )
-    kappa = targets_per_step / config.reference_tokens
-    return kappa if config.lr_scaling == "linear" else math.sqrt(kappa)
-
-
-def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
-    """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
-    factor = rate_factor(config, targets_per_step)
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """One line for the run header: the schedule and its turning points."""
     warmup, (begin, last) = warmup_steps(steps, config), _decay(steps, config)
 
     def at(step: int) -> str:
-        return f"{factor * learning_rate(step, steps, config):g} at step {step}"
+        return f"{learning_rate(step, steps, config):g} at step {step}"
 
     parts = [config.schedule, f"warm-up to {at(warmup)}" if warmup else at(1)]
     decays = config.schedule != "constant" and last > max(begin, 1)
     if decays and config.schedule == "wsd":
-        shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
-        parts.append(f"{shape} decay from step {max(begin, 1)} to {at(last)}")
+        parts.append(f"linear decay from step {max(begin, 1)} to {at(last)}")
     elif decays:
         parts.append(at(last))
     if steps < (last if decays else warmup):
         parts.append(f"the run ends before, with {at(steps)}")
-    if config.lr_scaling != "none":
-        parts.append(
-            f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
-            f" {targets_per_step:,.0f} targets a step over {config.reference_tokens:,})"
-        )
     return "; ".join(parts)
 
 
