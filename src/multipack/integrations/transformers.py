@@ -111,9 +111,7 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
             packs_per_step=args.world_size * args.gradient_accumulation_steps,
             **options,
         )
-        note = check_targets_of(self.train_dataset, self._lengths_of(self.train_dataset))
-        if note and self.is_world_process_zero():
-            LOG.warning("%s", note)
+        check_targets_of(self.train_dataset, self._lengths_of(self.train_dataset))
         return self._loader(self.train_dataset, sampler, args.dataloader_persistent_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
