@@ -186,12 +186,6 @@ def test_long_documents():
         assert ([[2]] in list(sampler)) == (not options)
 
 
-def test_unknown_settings_are_logged(caplog):
-    with caplog.at_level(logging.WARNING):
-        MultipackBatchSampler(SequentialSampler(range(3)), 1, 10, [1, 2, 3], label_counts=None)
-    assert "no effect here: label_counts" in caplog.text
-
-
 class Nested:
     """A data set that is asked for a batch of bins at once."""
 
