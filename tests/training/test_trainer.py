@@ -32,8 +32,6 @@ CALLBACKS = [
     "log.layer_norms=true",
     "log.gradient_noise=true",
     "optimizer.rules=[blocks.0.attention freeze, *norm* lr=2]",
-    "optimizer.lr_scaling=sqrt",
-    "optimizer.reference_tokens=1000",
 ]
 
 

@@ -28,7 +28,7 @@ from multipack.training.assemble import Parts
 from multipack.training.callbacks.callback import Callback, NonFiniteLoss
 from multipack.training.feed import Feed, StepData
 from multipack.training.metrics import LEGEND, step_metrics
-from multipack.training.optimizer import learning_rate, rate_factor
+from multipack.training.optimizer import learning_rate
 from multipack.training.precision import mean_peak
 from multipack.training.run_config import Config
 
@@ -181,7 +181,6 @@ class StepApplier:
         self._engine, self._mesh = model.engine, model.engine.mesh
         self._callbacks, self._feed = parts.callbacks, parts.feeds.training
         self._stop, self._record_metrics = stop, record
-        self._lr_factor = rate_factor(model.config.optimizer, self._feed.targets_per_step)
         self._peak_flops = mean_peak(model.engine.world, model.engine.dtype)
         self._reads_later = not model.objective.legend and may_read_later(model.engine, parts.callbacks)
         self._unread: Callable[[], None] = lambda: None
@@ -249,7 +248,7 @@ class StepApplier:
         return sum_over_ranks(self._mesh, data, result, self._stop.signal or 0, self._forward_seconds)
 
     def _rate(self, step: int) -> float:
-        return self._lr_factor * learning_rate(step, self.steps, self._config.optimizer)
+        return learning_rate(step, self.steps, self._config.optimizer)
 
     def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float, float]:
         """Summed loss, slots and `time_spread` of a step, from its `_sum`; a signal of any rank ends the run.

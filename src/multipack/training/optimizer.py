@@ -275,46 +275,12 @@ def warmup_steps(steps: int, config: OptimizerConfig) -> int:
     return math.ceil(config.warmup_steps * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
 
 
-def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """Factor of all learning rates of a run, from the mean number of target tokens in its steps.
-
-    With κ times `optimizer.reference_tokens` targets in a step the factor is κ (`linear`: Goyal et al. 2017,
-    arXiv:1706.02677, for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon
-    are not scaled.
-    """
-    if config.lr_scaling == "none":
-        return 1.0
-    if targets_per_step <= 0:
-        raise ValueError(
-            f"optimizer.lr_scaling={config.lr_scaling} needs steps with targets, got {targets_per_step} a step"
-        )
-    kappa = targets_per_step / config.reference_tokens
-    return kappa if config.lr_scaling == "linear" else math.sqrt(kappa)
-
-
-def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
-    """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
-    factor = rate_factor(config, targets_per_step)
-    warmup, (begin, last) = warmup_steps(steps, config), _decay(steps, config)
-
-    def at(step: int) -> str:
-        return f"{factor * learning_rate(step, steps, config):g} at step {step}"
-
-    parts = [config.schedule, f"warm-up to {at(warmup)}" if warmup else at(1)]
-    decays = config.schedule != "constant" and last > max(begin, 1)
-    if decays and config.schedule == "wsd":
-        shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
-        parts.append(f"{shape} decay from step {max(begin, 1)} to {at(last)}")
-    elif decays:
-        parts.append(at(last))
-    if steps < (last if decays else warmup):
-        parts.append(f"the run ends before, with {at(steps)}")
-    if config.lr_scaling != "none":
-        parts.append(
-            f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
-            f" {targets_per_step:,.0f} targets a step over {config.reference_tokens:,})"
-        )
-    return "; ".join(parts)
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """One line for the run header: the schedule, and the rates at its turning points."""
+    decay = () if config.schedule == "constant" else _decay(steps, config)
+    turns = sorted({min(max(step, 1), steps) for step in (warmup_steps(steps, config), *decay)})
+    rates = (f"{learning_rate(step, steps, config):g} at step {step}" for step in turns)
+    return f"{config.schedule}; {', '.join(rates)}"
 
 
 def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:

@@ -86,6 +86,8 @@ HINTS: dict[str, str] = {
     "gradient_checkpointing_kwargs": "set train.recompute=full or selective",
     "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
     "plan.effort": "leave it out, a step is always dealt with the same effort",
+    "optimizer.lr_scaling": "set optimizer.lr to the rate for the targets of a step",
+    "optimizer.reference_tokens": "set optimizer.lr to the rate for the targets of a step",
     "plan.cost": "leave it out, documents cost the FLOPs of the model",
     "type": "optimizers are chosen by optimizer.name, sources by data.source",
     "wd": "set optimizer.weight_decay",

@@ -224,7 +224,7 @@ def header_rows(run: Trainer) -> Rows:
         *_adapter_rows(run),
         ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
-        ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
+        ("learning rate", schedule_text(config.optimizer, run.steps)),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
         ("corpus hash", run.corpus.corpus_hash[:16]),

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
@@ -189,16 +189,15 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
+    RETIRED: ClassVar[tuple[str, ...]] = ("lr_scaling", "reference_tokens")
+    """Settings that saved runs may have and that are gone."""
+
     name: OptimizerName = DEFAULT_OPTIMIZER
     """AdamW, its moments in 32, 16 or 8 bits, or Muon for matrices of blocks."""
     lr: Finite = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: Finite = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
-    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
-    reference_tokens: int = 0
-    """Targets of a step that optimizer.lr was tuned for; needed by optimizer.lr_scaling."""
     warmup_steps: Amount = 0.03
     """Steps in which the learning rate rises linearly to its peak; below 1: a share of the schedule."""
     decay_steps: Count = 0
@@ -240,11 +239,6 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.decay_steps={self.decay_steps}, where the schedule ends, must exceed"
                 f" optimizer.warmup_steps={self.warmup_steps}"
-            )
-        if self.lr_scaling != "none" and self.reference_tokens < 1:
-            raise ValueError(
-                f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
-                f" that optimizer.lr was found with, got {self.reference_tokens}"
             )
         if self.fused == "true" and not OPTIMIZERS[self.name].has_fused:
             raise ValueError(
