@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from multipack.data.views.documents import Document
-from multipack.launch.held import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.training import train as train_module
 from multipack.training.assemble import resolve
-from multipack.training.blueprint import open_engine
 from multipack.training.checks import check
 from multipack.training.objective import Objective
 from multipack.training.preferences import Preferences
@@ -74,24 +72,6 @@ def test_a_gpu_that_cannot_compile_says_why(resolved, monkeypatch, missing, reas
     assert reason in note
     assert not resolved("cuda", "train.compile=false")[1]
     assert resolved("cuda", "train.compile=true")[0].train.compile == "true"
-
-
-@pytest.mark.parametrize(
-    ("words", "copies"), [([], 2), (["parallel.data=zero3"], 0.5), (["parallel.tensor=2"], 1)]
-)
-def test_weights_of_all_ranks_of_a_host_must_fit_into_its_memory(monkeypatch, words, copies):
-    config = compose(["model=tiny", *words])
-    shape = config.shape_with(99)
-    needed = int(copies * 4 * model_parameters(shape))
-    world = SimpleNamespace(
-        rank=1, size=4, device=torch.device("cpu"), gather=lambda name: [name, name, "other", "other"]
-    )
-    for free, error in ((needed - 1, ValueError), (needed, AttributeError)):  # the next thing is a mesh
-        monkeypatch.setattr("multipack.training.blueprint.available_memory", lambda free=free: free)
-        with pytest.raises(
-            error, match="the 2 of 4 ranks on this host" if error is ValueError else "data_size"
-        ):
-            open_engine(config, None, shape, None, SimpleNamespace(world=world), torch.float32, None)
 
 
 def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from multipack.machine import available_memory, import_extra
+from multipack.machine import import_extra
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
-from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
@@ -49,7 +47,6 @@ def open_engine(
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
     if config.parallel.pipeline > 1:
         _check_first_stage(whole, config, shape)
-    _check_memory(whole, config, mesh.world)
     saved = _saved(config, whole)
     initial = _initial(config, shape, weights, whole)
 
@@ -146,29 +143,6 @@ def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape:
             f"{setting} freeze all that the first stage of the pipeline holds, which then has no gradients to"
             f" compute: use fewer than the {parallel.stages} stages of parallel.pipeline={parallel.pipeline}, or"
             " parallel.pipeline=1 with parallel.data=zero3"
-        )
-
-
-def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: World) -> None:
-    """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
-
-    Raises:
-        ValueError: the weights would not fit.
-    """
-    parallel, free = config.parallel, available_memory()
-    elements = sum(each.numel() for each in whole.values())
-    parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]
-    names = world.gather(socket.gethostname())
-    ranks = names.count(names[world.rank])
-    needed = sum(each.nbytes for each in whole.values()) // parts * ranks
-    allocates = torch.get_default_device().type == "cpu"  # not on the meta device, as in estimates
-    if parallel.offload == "disk" and parallel.offloads_parameters:
-        return  # parameters are in files
-    if free is not None and needed > free and world.device.type == "cpu" and allocates:
-        divide = ", or parallel.data=zero3" if parts < world.size else ""
-        raise ValueError(
-            f"the model has {elements:,} parameters, of which the {ranks} of {world.size} ranks on this host hold"
-            f" {needed:,} bytes, and {free:,} are free: choose a smaller model=, or more hosts{divide}"
         )
 
 

@@ -150,7 +150,7 @@ def build_optimizer(
         whole: all parameters of the model, to match rules with; None = the parameters of `model`.
 
     Raises:
-        ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
+        ValueError: see `freeze`.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     config = replace(config, lr=max(config.lr, 0.0))  # the engine sets the rate of each step
@@ -175,24 +175,11 @@ def build_optimizer(
 
 
 def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) of torch.
-
-    Raises:
-        ValueError: `optimizer.fused=true` where the device has no such kernel.
-    """
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) of torch, which refuses `optimizer.fused=true` by device."""
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    lacking = sorted(devices - FUSED_DEVICES)
-    if config.fused == "true" and lacking:
-        raise ValueError(
-            f"optimizer.fused=true has no kernel for parameters on {', '.join(lacking)} (there is one for"
-            f" {', '.join(sorted(FUSED_DEVICES))}); use auto or false"
-        )
-    fused = config.fused == "true" or (config.fused == "auto" and not lacking)
+    fused = config.fused == "true" or (config.fused == "auto" and devices <= FUSED_DEVICES)
     return torch.optim.AdamW(
-        list(groups) or [{"params": []}],
-        **config.adam_options,
-        fused=fused,
-        foreach=not fused,
+        list(groups) or [{"params": []}], **config.adam_options, fused=fused, foreach=not fused
     )
 
 
