@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from multipack.integrations import axolotl_sampler
 from multipack.integrations.axolotl import MultipackBatchSampler
@@ -184,31 +184,6 @@ def test_long_documents():
         assert sampler.overlong_documents.tolist() == [2]
         assert sorted(documents_of(sampler)) == documents
         assert ([[2]] in list(sampler)) == (not options)
-
-
-class Nested:
-    """A data set that is asked for a batch of bins at once."""
-
-    def __init__(self, lengths):
-        self.lengths = lengths
-
-    def __getitem__(self, number):
-        return torch.full((int(self.lengths[number]),), number)
-
-    def __getitems__(self, batch):
-        return [torch.cat([self[number] for number in held]) for held in batch]
-
-
-def test_a_data_loader_reads_every_document_once():
-    lengths = lognormal(200)
-    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths, drop_last=False)
-    loader = DataLoader(Nested(lengths), batch_sampler=sampler, collate_fn=list, num_workers=1)
-    seen = []
-    for batch in loader:
-        assert len(batch) == 2
-        seen += [number for row in batch for number in row.unique().tolist()]
-    assert len(loader) == len(sampler)
-    assert sorted(seen) == list(range(200))
 
 
 @pytest.mark.parametrize("sequential", [False, True])

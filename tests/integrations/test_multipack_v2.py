@@ -151,15 +151,6 @@ def test_one_long_document_does_not_end_the_epoch():
     assert [200] in [batch.tolist() for batch in sampler]
 
 
-def test_the_longest_document_rotates_over_the_ranks():
-    lengths = lognormal(3000, longest=4096)
-    steps = epoch_of(MultipackDistributedBatchSampler, lengths, 8192, 4)
-    longest = [np.argmax([lengths[batch].max() for batch in step]) for step in steps]
-    assert np.bincount(longest, minlength=4).max() < 0.4 * len(steps)
-    documents = [sum(len(step[rank]) for step in steps) for rank in range(4)]
-    assert max(documents) < 1.15 * min(documents)
-
-
 def test_statistics_count_what_was_iterated():
     lengths = lognormal()
     sampler = MultipackDistributedBatchSampler(4096, lengths, 4, 1)
@@ -173,14 +164,6 @@ def test_statistics_count_what_was_iterated():
     assert sampler.eff_total_used == lengths.sum()
     sampler.generate_batches(set_stats=True)
     assert sampler.eff_total_used == 2 * lengths.sum()
-
-
-def test_hosts_find_set_epoch_where_they_look():
-    sampler = MultipackDistributedBatchSampler(4096, lognormal(50), 1, 0)
-    sampler.sampler.set_epoch(3)
-    sampler.sampler = "another"
-    assert sampler.epoch == 3
-    assert sampler.sampler is sampler
 
 
 def resumed(state, lengths, replicas, rank, kind=MultipackDistributedBatchSampler, **options):
