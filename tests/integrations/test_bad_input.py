@@ -58,31 +58,22 @@ def rearranged(**settings):
 
 ROW = {"input_ids": [1]}
 COLLATOR = [
-    (lambda: collate([], pad_id=None), "pad_id must be a whole number of at least 0, got None"),
     (lambda: collate([], pad_id=-1), "pad_id must be a whole number of at least 0, got -1"),
     (lambda: collate([], dtype="float32"), "dtype='float32' must be a floating dtype of torch"),
-    (
-        lambda: collate([], returns="4d_mask", window=None, dtype=torch.int64),
-        "must be a floating dtype of torch",
-    ),
     (lambda: collate([], returns="4d_mask", window=0), "window must be a whole number of at least 1, got 0"),
     (lambda: collate([], returns="4d_mask", window={"full": NAN}), "window must be a whole number"),
     (lambda: collate([], window=3), "window=3 is of returns='4d_mask': with 'flattened'"),
     (lambda: collate(None), "a batch must be a list of documents, got None"),
     (lambda: collate([None]), "document 0 of the batch is None: it must be a mapping"),
-    (lambda: collate([[{"input_ids": [1]}]]), "document 0 of the batch is [{'input_ids': [1]}]"),
     (
         lambda: collate([{"labels": [1]}]),
         "document 0 of the batch has no input_ids (it has labels): tokenize",
     ),
     (lambda: row(input_ids=None), "document 0 of the batch has no input_ids"),
     (lambda: row(input_ids=[1.5, 2]), "document 0 of the batch has input_ids of float64"),
-    (lambda: row(input_ids=["a"]), "document 0 of the batch has input_ids of <U1"),
     (lambda: row(input_ids=[2**70]), "document 0 of the batch has input_ids of object"),
     (lambda: row(input_ids=[1, [2]]), "document 0 of the batch must be flat lists of integers"),
-    (lambda: row(labels=[1.5, NAN]), "document 0 of the batch has labels of float64"),
     (lambda: row(labels=[1]), "labels of int64 and shape (1,), and input_ids of (2,)"),
-    (lambda: row(attention_mask=[1, NAN]), "document 0 of the batch has attention_mask of float64"),
     (lambda: row(attention_mask=[0, 0]), "document 0 of the batch has no tokens"),
     (lambda: row(attention_mask=[1, 2]), "give one document per row"),
     (lambda: row(input_ids=[[1, 2]]), "must be flat lists of integers"),
@@ -91,7 +82,6 @@ COLLATOR = [
     (lambda: collate([], returns="flat"), "nearest: flattened"),
     (lambda: collate([], mask="bool"), "additive, boolean"),
     (lambda: document_lengths([1, 2]), "document 0 of 2 must be a mapping with a list input_ids"),
-    (lambda: document_lengths([ROW, None]), "document 1 of 2 must be a mapping"),
     (lambda: document_lengths([ROW, {"text": 1}]), "no column input_ids (it has text)"),
     (lambda: document_lengths([{"input_ids": None}]), "document 0 of 1 must be a mapping with a list"),
     (lambda: document_lengths({"input_ids": [[1]]}), "document 0 of 1 must be a mapping"),
@@ -103,11 +93,8 @@ COLLATOR = [
 SAMPLERS = [
     (lambda: axolotl(None), "sampler=None must be a sampler"),
     (lambda: axolotl([0.5, 1]), "the sampler yields something else than document numbers"),
-    (lambda: axolotl([2**70]), "the sampler yields something else than document numbers"),
-    (lambda: axolotl([[0], [1]]), "the sampler yields something else than document numbers"),
     (lambda: axolotl(range(9)), "yields document 8, but lengths has 2 documents"),
     (lambda: axolotl(lengths=[NAN, 2]), "lengths must be a flat list of integers"),
-    (lambda: axolotl(lengths=[-3, 2]), "document 0 has -3 tokens"),
     (lambda: axolotl([]), "yields no document numbers"),
     (lambda: axolotl(batch_size=0), "batch_size"),
     (lambda: axolotl(batch_max_len=0), "batch_max_len must be"),
@@ -117,7 +104,6 @@ SAMPLERS = [
     (lambda: axolotl(num_replicas=2, rank=0), "num_replicas, rank"),
     (lambda: v2(lengths=[5, 11]), "document 1 has 11 tokens"),
     (lambda: v2(lengths=[3, 0]), "document 1 has 0 tokens"),
-    (lambda: v2(lengths=[]), "lengths is empty"),
     (lambda: v2(seed=-1), "seed must be a whole number"),
     (lambda: v2(batch_max_length=0), "batch_max_length must be"),
     (lambda: v2(window=0), "window must be"),
@@ -125,7 +111,6 @@ SAMPLERS = [
     (lambda: v2(num_replicas=2, rank=2), "rank=2 is outside num_replicas=2"),
     (lambda: v2(num_replicas=2, rank=None), "give both num_replicas and rank"),
     (lambda: InterleavedSampler([NAN], 1, 1, 0), "lengths must be a flat list of integers"),
-    (lambda: InterleavedSampler([3, 0], 1, 1, 0), "document 1 has 0 tokens"),
     (lambda: InterleavedSampler([3, 4, 5], 2, 2, 0), "3 documents are too few for a batch of batch_size=2"),
     (lambda: functions.ffd_check(["a"], 10, 2), "sequence_lengths must be a flat list of integers"),
     (lambda: functions.ffd_check([3], 0, 2), "bin_capacity must be a whole number of at least 1"),
@@ -133,18 +118,14 @@ SAMPLERS = [
     (lambda: functions.pack_group([3], 0, 10, NAN, 2), "max_bins must be a whole number"),
     (lambda: functions.pack_parallel(None, 10, 2, 2), "sequence_lengths must be a flat list"),
     (lambda: functions.allocate_sequentially([3], 2, 10, 2), "rank must be at most 1, got 2"),
-    (lambda: functions.allocate_sequentially([3], -1, 10, 2), "rank must be a whole number"),
 ]
 OTHERS = [
     (lambda: rearranged(batch=None), "the batch is NoneType without"),
     (lambda: rearranged(batch={"input_ids": torch.ones(2, 3)}), "without 'attention_mask'"),
-    (lambda: rearranged(min_num_micro_batch=-1), "min_num_micro_batch must be a whole number of at least 1"),
     (lambda: rearranged(num_batches_divided_by="a"), "num_batches_divided_by must be a whole number"),
     (lambda: openrlhf.get_minimum_num_micro_batch_size([9], 8, 1, 1), "raise max_tokens_per_gpu to 9"),
     (lambda: probe(3), "model must be a model or a function, got 3"),
-    (lambda: probe(make_batch=3), "make_batch must be a model or a function, got 3"),
     (lambda: probe(forward=3), "forward must be a model or a function, got 3"),
-    (lambda: probe(lengths=None), "lengths must be a flat list of integers"),
     (lambda: probe(lengths=(3, -1)), "document 1 has -1 tokens"),
     (lambda: probe(lengths=(3,)), "lengths=(3,): the probe needs at least two documents"),
     (lambda: probe(vocabulary_size=1.5), "vocabulary_size must be a whole number"),
@@ -207,4 +188,3 @@ def test_options_of_the_plan_that_a_trainer_decides(options, message):
 def test_booleans_and_integers_of_any_width_are_accepted():
     made = row(labels=np.array([1, 2], dtype=np.int16), attention_mask=np.array([True, True]))
     assert made["labels"].tolist() == [[-100, 2]]
-    assert functions.ffd_check([], 10, 0)
