@@ -80,7 +80,6 @@ COLLATOR = [
     (lambda: row(input_ids=[]), "no tokens: remove such documents"),
     (lambda: row(seq_lengths=[1, 1]), "the data set is packed already"),
     (lambda: collate([], returns="flat"), "nearest: flattened"),
-    (lambda: collate([], mask="bool"), "additive, boolean"),
     (lambda: document_lengths([1, 2]), "document 0 of 2 must be a mapping with a list input_ids"),
     (lambda: document_lengths([ROW, {"text": 1}]), "no column input_ids (it has text)"),
     (lambda: document_lengths([{"input_ids": None}]), "document 0 of 1 must be a mapping with a list"),

@@ -36,7 +36,6 @@ from multipack.shapes import RotationLimit
 
 Integers = NDArray[np.int64]
 Returns = Literal["flattened", "padded", "4d_mask"]
-Mask = Literal["additive", "boolean"]
 
 COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")
 """Columns of a data set that the collator reads; others are ignored."""
@@ -58,8 +57,7 @@ class PackedDataCollator:
             document, as conventional collators make. `4d_mask`: one row and a mask of T² elements, for models that
             read no boundaries.
         pad_id: token of padding.
-        mask: kind of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
-        dtype: dtype of an additive mask: the model's.
+        dtype: dtype of a mask, which is 0 or the lowest number of it: the model's.
         window: required for `4d_mask`: tokens that a token attends to, itself included; None = all before it in its
             document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
@@ -72,14 +70,12 @@ class PackedDataCollator:
 
     returns: Returns = "flattened"
     pad_id: int = 0
-    mask: Mask = "additive"
     dtype: torch.dtype = torch.float32
     window: int | Mapping[str, int | None] | Literal["unknown"] | None = "unknown"
     limit: RotationLimit | None = None
 
     def __post_init__(self) -> None:
         check_choice("returns", self.returns, Returns)
-        check_choice("mask", self.mask, Mask)
         check_integer("pad_id", self.pad_id, 0)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(
@@ -141,10 +137,10 @@ class PackedDataCollator:
 
     def _masks(self, bounds: list[int]) -> Tensor | dict[str, Tensor]:
         """(1, 1, T, T) the mask of documents with these bounds; with several windows, one for each type of layer."""
-        batch, dtype = without_tokens(bounds), self.dtype if self.mask == "additive" else None
+        batch = without_tokens(bounds)
         if isinstance(self.window, Mapping):
-            return {kind: mask_4d(batch, dtype, window) for kind, window in self.window.items()}
-        return mask_4d(batch, dtype, self.window)  # type: ignore[arg-type]
+            return {kind: mask_4d(batch, self.dtype, window) for kind, window in self.window.items()}
+        return mask_4d(batch, self.dtype, self.window)  # type: ignore[arg-type]
 
     def _padded(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
         width = max(len(tokens) for tokens, _ in documents)

@@ -103,15 +103,11 @@ def check_model(model: Any) -> None:
 
 
 def check_mask(config: Any, collator: PackedDataCollator) -> None:
-    """Check that a mask suits the model, which neither adds windows to a 4-D mask nor converts it."""
+    """Check that a mask has the model's windows, which the model does not add to a 4-D mask."""
     if collator.window != (needed := windows_of(config)):
         raise ValueError(
             f"a 4-D mask replaces the windows of {config.model_type}: give PackedDataCollator(window={needed!r}),"
             " as windows_of(model.config) returns, or use returns='flattened'"
-        )
-    if collator.mask == "boolean" and config._attn_implementation != "sdpa":
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation} adds the mask to its scores: use mask='additive'"
         )
 
 

@@ -117,11 +117,7 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
     def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
         """This rank's packs of the evaluation set, in its order."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(chosen, str):
-            if not isinstance(self.eval_dataset, Mapping) or chosen not in self.eval_dataset:
-                raise ValueError(
-                    f"there is no eval_dataset {chosen!r}: give the trainer a mapping with that name"
-                )
+        if isinstance(chosen, str):  # Trainer names the data sets of a mapping
             chosen = self.eval_dataset[chosen]
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
