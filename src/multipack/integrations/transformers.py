@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths
@@ -94,8 +94,6 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
     data_collator: Any
     capacity: int
     plan_options: dict[str, Any]
-    # (data set, its lengths) of each data set that was read.
-    _known_lengths: tuple[tuple[Any, NDArray[np.int64]], ...] = ()
 
     def get_train_dataloader(self) -> RankLoader:
         """This rank's packs, epoch after epoch."""
@@ -104,14 +102,15 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         args, options = self.args, dict(self.plan_options)
         if args.dataloader_drop_last:
             options.setdefault("tail", "drop")
+        lengths = document_lengths(self.train_dataset)
         sampler = self._sampler(
-            self.train_dataset,
+            lengths,
             "per_device_train_batch_size",
             self._train_batch_size,
             packs_per_step=args.world_size * args.gradient_accumulation_steps,
             **options,
         )
-        check_targets_of(self.train_dataset, self._lengths_of(self.train_dataset))
+        check_targets_of(self.train_dataset, lengths)
         return self._loader(self.train_dataset, sampler, args.dataloader_persistent_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
@@ -123,7 +122,8 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
             raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
         options = self.plan_options | {"order": "given", "tail": "keep"}
         size, ranks = self.args.eval_batch_size, self.args.world_size
-        sampler = self._sampler(chosen, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
+        lengths = document_lengths(chosen)
+        sampler = self._sampler(lengths, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
         return self._loader(chosen, sampler, False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -135,9 +135,10 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         finally:
             self.data_collator = packed
 
-    def _sampler(self, dataset: Any, setting: str, size: int, **options: Any) -> PackedBatchSampler:
-        args, lengths = self.args, self._lengths_of(dataset)
-        row = self.capacity * size
+    def _sampler(
+        self, lengths: NDArray[np.int64], setting: str, size: int, **options: Any
+    ) -> PackedBatchSampler:
+        args, row = self.args, self.capacity * size
         if (long := lengths > row).any():
             raise ValueError(
                 f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
@@ -152,21 +153,6 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
             capacity=row,
             **options,
         )
-
-    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
-        """Lengths of the documents, read once per data set."""
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"{type(dataset).__name__} is a stream: packs are planned over all documents of a map-style data set;"
-                " load it without streaming"
-            )
-        for known, lengths in self._known_lengths:
-            if known is dataset and len(dataset) == len(lengths):
-                return lengths
-        lengths = document_lengths(dataset)
-        others = (known for known in self._known_lengths if known[0] is not dataset)
-        self._known_lengths = (*others, (dataset, lengths))
-        return lengths
 
     def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
         args = self.args

@@ -226,18 +226,15 @@ def _texts(
 def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> dict[str, Any]:
     """`pad_token_id` of a model with scores, which reads them at the last token that is not padding.
 
-    The initial model's token, or else a special one if possible; it ends no document.
+    The initial model's token, or else a special one if possible, that ends no document.
     """
     if config.get("pad_token_id") is not None and config["pad_token_id"] not in ends:
         return {}
     added = json.loads(tokenizer.to_json()).get("added_tokens", [])
-    special = {entry["id"]: "pad" not in entry["content"].lower() for entry in added}
-    free = (number for number in range(tokenizer.vocabulary_size) if number not in ends)
-    return {
-        "pad_token_id": min(
-            free, key=lambda number: (special.get(number, True), number not in special, number)
-        )
-    }
+    special = [entry["id"] for entry in added if "pad" in entry["content"].lower()]
+    special += [entry["id"] for entry in added]
+    choices = [*special, *range(tokenizer.vocabulary_size)]
+    return {"pad_token_id": next(number for number in choices if number not in ends)}
 
 
 def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:

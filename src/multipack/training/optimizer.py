@@ -86,13 +86,8 @@ def _unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) ->
     matched = [name for name in names if rule.matches(name)]
     if matched:
         earlier = next(other for other in before if other.matches(matched[0]))
-        return (
-            f"optimizer.rules: {rule.text!r} has no effect, because earlier rules match all its parameters"
-            f" ({earlier.text!r} matches {matched[0]}): put it before them"
-        )
-    parts = [name.split(".") for name in names]
-    known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
-    near = difflib.get_close_matches(rule.pattern, known, 3, 0.5) or list(known)[:3]
+        return f"optimizer.rules: {rule.text!r} has no effect after {earlier.text!r}: put it before that"
+    near = difflib.get_close_matches(rule.pattern, names, 3, 0.3) or names[:3]
     return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
