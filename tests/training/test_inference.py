@@ -26,7 +26,6 @@ from multipack.training.inference import (
     find_template,
     load_run,
     print_completions,
-    read_prompts,
 )
 
 TURNS = """{%- for message in messages -%}<|turn|>{{ message.role }}:{{ message.content }}<|over|>{%- endfor -%}
@@ -168,17 +167,18 @@ def run(trained):
 
 def test_several_prompts_are_completed_as_each_alone(run, tmp_path):
     file = tmp_path / "prompts.txt"
-    file.write_bytes("two words\r\n\nthrée\n".encode())
+    file.write_bytes("two \u2028 words\r\n\nthrée\n".encode())
     rest = ("--max-tokens", "9", "--temperature", "0")
     shown = json.loads(run("--prompt", "one", "--prompts", str(file), *rest, "--json").stdout)
     found = {entry["prompt"]: entry for entry in shown["completions"]}
-    assert list(found) == ["one", "two words", "thrée"]
+    assert list(found) == ["one", "two \u2028 words", "thrée"]
     assert found["thrée"]["prompt_tokens"] == 6
     assert {(entry["reason"], entry["new_tokens"]) for entry in found.values()} == {("length", 9)}
     texts = {prompt: prompt + entry["text"] for prompt, entry in found.items()}
     assert run("--prompt", "thrée", *rest).stdout == texts["thrée"] + "\n"
-    printed = run("--prompts", "-", *rest, stdin="one\ntwo words\n").stdout
-    assert printed == f"=== 1 of 2\n{texts['one']}\n=== 2 of 2\n{texts['two words']}\n"
+    two = "two \u2028 words"
+    printed = run("--prompts", "-", *rest, stdin=f"one\n{two}\n").stdout
+    assert printed == f"=== 1 of 2\n{texts['one']}\n=== 2 of 2\n{texts[two]}\n"
 
 
 def test_notes_go_to_standard_error(run):
@@ -248,9 +248,3 @@ def test_mistakes_are_one_line(trained, monkeypatch, capsys, tmp_path, words, me
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_prompts_of_a_file_follow_those_of_the_command(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("b \u2028 c\nd", encoding="utf-8")
-    assert read_prompts(["a\n"], str(file)) == ["a\n", "b \u2028 c", "d"]
