@@ -76,12 +76,12 @@ def test_losses_are_the_same(tmp_path, base, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "qdora"])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
 def test_the_reference_of_pairs_is_the_model_without_adapters(tmp_path, base, kind, loss):
     start = ["data.format=preference", f"preference.loss={loss}", "preference.beta=1"]
     _, records = run(tmp_path, base, kind, *start, records=PAIRS)
     assert records[-1]["val_reward_margin"] > records[0]["val_reward_margin"]
-    if loss in ("simpo", "orpo"):
+    if loss == "simpo":  # which has no reference
         return
     assert abs(records[0]["val_reward_margin"]) < 1e-4
     found = load_file(tmp_path / "run" / REFERENCE)
