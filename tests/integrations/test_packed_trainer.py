@@ -5,14 +5,12 @@ import shutil
 from itertools import pairwise
 
 import pytest
-import tokenizers
 import torch
 from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from multipack.data.text.tokenizer import byte_tokenizer  # noqa: E402
 from multipack.integrations import collator as collators  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks, windows_of  # noqa: E402
 from multipack.integrations.trainer_checks import check_host  # noqa: E402
@@ -55,6 +53,9 @@ def trainer(
         return PackedTrainer(made, transformers.TrainingArguments(str(folder), **named), collator, **given)
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    import tokenizers
+
+    from multipack.data.text.tokenizer import byte_tokenizer
     from multipack.integrations.trl import PackedSFTTrainer
 
     given |= dict.fromkeys(("train_dataset", "eval_dataset"), datasets.Dataset.from_list(data))
