@@ -58,15 +58,6 @@ class RankLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def _isolates(model: Any, make_batch: Any) -> bool:
-    """Register this package's attention in a model; False if the model refuses it or its documents mix."""
-    try:
-        register(model)
-    except (ImportError, ValueError):
-        return False
-    return isolation_probe(model, make_batch).ok
-
-
 class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
     """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
 
@@ -302,7 +293,12 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         """Check that documents are isolated; on a CPU with this package's attention, which is kept if they are."""
         if packed_attention is None and self.args.device.type == "cpu" and makes_masks(self):
             kept = self.model.config._attn_implementation
-            if _isolates(self.model, self._probed):
+            try:
+                register(self.model)
+                is_isolated = isolation_probe(self.model, self._probed).ok
+            except (ImportError, ValueError):  # the model has attention of its own
+                is_isolated = False
+            if is_isolated:
                 if self.is_world_process_zero():
                     LOG.warning(
                         "attention is computed inside documents, without %s's mask of all pairs of tokens"
