@@ -125,11 +125,6 @@ def test_the_command_ends_with_1_if_another_run_would_be_trained(tmp_path):
         assert ("neftune_noise_alpha" in ended.output) == bool(code)
 
 
-def test_states_of_four_bits_are_imported_where_tensors_are_whole(imported):
-    assert imported(optimizer="adamw_torch_4bit")[1].optimizer.name == "adamw_4bit_ao"
-    assert imported(optimizer="adamw_torch_4bit", fsdp=["full_shard"])[1].optimizer.name == "adamw_8bit"
-
-
 def test_adapters_and_parallelism(imported):
     keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "peft_use_rslora": True}
     _, config = imported(**keys, lora_target_modules=["q_proj", "self_attn.v_proj"], load_in_8bit=True)

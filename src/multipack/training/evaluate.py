@@ -126,13 +126,7 @@ def evaluate(
     config = request.config
     check(config, find_ranks(os.environ).size)
     with run_world(config) as world:
-        try:
-            return _evaluate(request, weights, world, console or Console(rank=1))
-        except BaseException as error:
-            failure = world.watch.report(error)
-            if failure is error:
-                raise
-            raise failure from error
+        return _evaluate(request, weights, world, console or Console(rank=1))
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,11 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
+    RETIRED: ClassVar[tuple[str, ...]] = ("lr_scaling", "reference_tokens")
+    """Settings that saved runs may have and that are gone."""
+
     name: OptimizerName = DEFAULT_OPTIMIZER
-    """AdamW, its moments in 32, 16, 8 or 4 bits (ao: by torchao), or Muon for matrices of blocks."""
+    """AdamW, its moments in 32, 16 or 8 bits, or Muon for matrices of blocks."""
     lr: Finite = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: Finite = -1.0
