@@ -1,4 +1,4 @@
-"""`multipack report`: the page, the Markdown and the text of runs, whatever their directories hold."""
+"""`multipack report`: the page and the text of runs, whatever their directories hold."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from multipack.cli import app
 from multipack.reports.curve import text_curve
 from multipack.reports.run_data import communication, read_run
-from multipack.reports.run_page import key_figures, markdown, padding_cost, run_page, time_shares, warnings
+from multipack.reports.run_page import key_figures, padding_cost, run_page, time_shares, warnings
 
 
 def _data(page: bytes):
@@ -64,11 +64,11 @@ def test_figures_follow_from_the_records(written):
         {"waiting for data": 0.06, "forward": 0.4, "backward": 0.4, "optimizer": 0.04, "other": 0.1}
     )
     found.history = [{"event": "start", "padded_share": 0.3, "padded_batch_size": 8}]
-    bars, (note,) = padding_cost(found)
+    bars, note = padding_cost(found)
     assert [bar["slots"] for bar in bars] == pytest.approx([60_000 / 0.9, 60_000 / 0.3])
     assert "30 s in steps would have been 1 min 30 s with padding (3.00 times)" in note
     found.history.append({"event": "end", "step": 60, "reason": "", "comparison": {"ratio": 2.0}})
-    assert "would have been 1 min 0 s with padding" in padding_cost(found)[1][0]
+    assert "would have been 1 min 0 s with padding" in padding_cost(found)[1]
 
 
 def test_several_runs_are_compared(written):
@@ -77,9 +77,6 @@ def test_several_runs_are_compared(written):
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["config"][0] == ["optimizer.lr", True, "0.002", "0.01"]
     assert not any(differs for _, differs, *_ in data["config"][1:])
-    text = markdown([read_run(path) for path in paths])
-    assert "| optimizer.lr | 0.002 | 0.01 |" in text
-    assert text.startswith("# Differences")
     shown = _run("report", *paths).output
     assert (
         shown.index("settings that differ") < shown.index("optimizer.lr  0.002  0.01") < shown.index("run ")
@@ -137,7 +134,6 @@ def test_text_of_a_run_is_never_markup(written):
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page
     assert _data(page.encode())["runs"][0]["samples"] == [[6, "</script><script>alert(1)</script>▌<b>"]]
-    assert "<img" not in markdown([read_run(path)]).replace("\\<", "")
 
 
 def test_what_cannot_be_read_is_left_out_and_named(written):
@@ -212,8 +208,6 @@ def test_the_command_writes_what_the_name_ends_with(written, tmp_path):
     assert "⠀" in shown or "⠁" in shown or "│" in shown
     assert _run("report", path, "--output", tmp_path / "a.html").exit_code == 0
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
-    assert _run("report", path, "-o", tmp_path / "a.md").exit_code == 0
-    assert "| steps | 60 of 60 |" in (tmp_path / "a.md").read_text()
     assert "must end with .html" in str(_run("report", path, "-o", tmp_path / "a.pdf").exception)
 
 

@@ -105,7 +105,7 @@ if (padded.length) {
       bar.style.width = `${(100 * each.slots) / most}%`;
       add(bar, "i").style.width = `${(100 * each.tokens) / each.slots}%`;
     }
-    for (const note of run.padding_notes) add(box, "p", {}, note);
+    if (run.padding_note) add(box, "p", {}, run.padding_note);
   }
   keys(box, [["tokens of documents", "var(--c0)"], ["padding", "var(--free)"]]);
 }
