@@ -454,7 +454,7 @@ def check_options(command):
 
 
 def check_settings(name, *words):
-    from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.cli.plan_settings import PackCommand, PlanCommand, plan_names
     from multipack.launch.advise_request import AdviseRequest
     from multipack.training.other_names import translate
     from multipack.training.run_config import compose
@@ -464,7 +464,8 @@ def check_settings(name, *words):
     settings = [
         word for word in words if "=" in word and not word.startswith(("-", "config=", "train.resume="))
     ]
-    merge(commands[name], settings, translate=translate) if name in commands else compose(settings)
+    names = plan_names if name == "plan" else translate
+    merge(commands[name], settings, translate=names) if name in commands else compose(settings)
 
 
 def test_named_files_and_linked_pages_exist():

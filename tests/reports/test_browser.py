@@ -8,7 +8,7 @@ import pytest
 
 from multipack.planning.plan import plan
 from multipack.planning.report import report
-from multipack.reports.plan_view import plan_page, plan_view
+from multipack.reports.plan_page import plan_page, plan_view
 from multipack.reports.run_data import read_run
 from multipack.reports.run_page import run_page
 
@@ -67,7 +67,7 @@ def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
 def test_the_page_of_a_plan(browser, tmp_path, width, dark):
     lengths = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 2048).astype(np.int64)
     made = plan(lengths, capacity=2048, packs_per_step=16)
-    view = plan_view(made, report(made, 8), 0, 8, 0.4, "multipack train")
+    view = plan_view(made, report(made, 8), 8, 0.4, "multipack train")
     (tmp_path / "plan.html").write_bytes(plan_page(view, "Plan of <lengths>", [("documents", "3,000")]))
     check(browser, tmp_path / "plan.html", width, dark)
     assert browser.evaluate("document.querySelectorAll('canvas').length") == 2

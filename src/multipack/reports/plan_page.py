@@ -1,4 +1,4 @@
-"""Values of the pictures of a plan: packs beside padded batches, cost over ranks, lengths, measures; and its page."""
+"""The page of a plan: packs beside padded batches, cost over ranks, lengths and measures, drawn by `plan_page.js`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ MOST_ROWS = 64
 
 
 def plan_view(
-    made: Plan, found: PlanReport, step: int, batch_size: int, padded_share: float, command: str
+    made: Plan, found: PlanReport, batch_size: int, padded_share: float, command: str
 ) -> dict[str, Any]:
-    """The values that pictures and pages of a plan show.
+    """The values that the page of a plan shows.
 
     Args:
         made: the plan.
         found: its report, with the number of ranks and their sync points.
-        step: the first step whose packs are drawn; −1 = the last.
         batch_size: documents of a padded batch.
         padded_share: share of tokens in padded batches of the whole epoch.
         command: the command that trains with this plan.
@@ -59,8 +58,8 @@ def plan_view(
         "ranks": found.data_parallel_size,
         "padded_share": padded_share,
         "batch_size": batch_size,
-        "blocks": _blocks(made, step, batch_size),
-        "trees": _trees(made, step),
+        "blocks": _blocks(made, batch_size),
+        "trees": _trees(made),
         "heat": _heat(made, found),
         "histogram": _histogram(made),
         "dials": _dials(made, found),
@@ -68,17 +67,14 @@ def plan_view(
     }
 
 
-def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
+def _blocks(made: Plan, batch_size: int) -> dict[str, Any]:
     """Documents of some packs: their places in the packs, and in padded batches in the order of the epoch.
 
     Of each document: length, tokens that no other document of its item has, place in the order, pack, and the slots
     below it in the pack; of each padded batch: its longest document.
     """
-    first = step % made.num_steps
-    stop = first + 1
-    while stop < made.num_steps and made.step_offsets[stop] - made.step_offsets[first] < FEWEST_PACKS:
-        stop += 1
-    packs = np.arange(made.step_offsets[first], made.step_offsets[stop])
+    steps = min(int(np.searchsorted(made.step_offsets, FEWEST_PACKS)), made.num_steps)
+    packs = np.arange(made.step_offsets[steps])
     starts, ends = made.pack_offsets[packs], made.pack_offsets[packs + 1]
     drawn = len(packs)
     if (count := int((ends - starts).sum())) > MOST_DOCUMENTS:
@@ -97,8 +93,7 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     longest = np.maximum.reduceat(in_order, np.arange(0, len(in_order), batch_size))
     widths = np.minimum(batch_size, len(in_order) - batch_size * np.arange(len(longest)))
     return {
-        "first_step": first,
-        "last_step": stop - 1,
+        "steps": steps,
         "packs": drawn,
         "all_packs": len(packs),
         "length": lengths.tolist(),
@@ -118,12 +113,12 @@ def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Intege
     return lengths, added, made.options.slots(added), items.places(made.division.entries[places])
 
 
-def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
-    """The nodes of the first packs of a step, if documents share their beginnings."""
+def _trees(made: Plan) -> list[dict[str, Any]]:
+    """The nodes of the first packs, if documents share their beginnings."""
     if not isinstance(made.items, SharedItems):
         return []
     trees = []
-    for pack in islice(made.packs(step), MOST_TREES):
+    for pack in islice(made.packs(0), MOST_TREES):
         rows = rows_of(made.items, pack)
         drawn = rows[:MOST_ROWS]
         trees.append(
