@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_left_out_and_named(written):
         "metrics.jsonl: the last line is incomplete and is left out",
         "metrics.jsonl: 1 records have no step and are left out",
     ]
-    assert found.checkpoints[0].remark == "incomplete"
+    assert found.checkpoints["step-00000003"][1] == "incomplete"
     assert "killed after step 61" in warnings(found)[-1]
     data = _data(run_page([found]))
     assert data["runs"][0]["steps"]["loss"][-1] is None

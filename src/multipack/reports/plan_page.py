@@ -140,22 +140,17 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
     `cost` is (steps, micro-batches, ranks). `slowest` (steps,) is the cost of a step's slowest ranks over the
     mean of all ranks, `least` its proven lower bound.
     """
-    ranks, sync, micro_batches = (
-        found.data_parallel_size,
-        found.sync,
-        made.micro_batches(found.data_parallel_size),
-    )
+    ranks, sync = found.data_parallel_size, found.sync
+    micro_batches = made.micro_batches(ranks)
     costs = made.costs(np.arange(len(made.slots)))
     steps = evenly_spaced(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
-    cells, marks, waits, least = [], [], [], []
+    cells, waits, least = [], [], []
     for step in steps.tolist():
         dealt = made.deal(step, ranks, sync)
-        packs = dealt.totals(costs)
+        packs, inside = dealt.totals(costs), dealt.order
         mean = int(packs.sum()) / ranks
-        inside = dealt.order
         bound = least_step_cost(made.slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
         cells.append(packs.reshape(micro_batches, ranks))
-        marks.append(int(np.argmax(packs.reshape(micro_batches, ranks).sum(axis=0))))
         waits.append(float(rank_loads(packs, ranks, sync).max(axis=1).sum()) / mean)
         least.append(min(bound / mean, waits[-1]))
     table = np.stack(cells)
@@ -163,7 +158,7 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
         "steps": steps.tolist(),
         "micro_batches": micro_batches,
         "cost": np.round(table / max(table.mean(), 1e-300), 3).tolist(),
-        "slowest_rank": marks,
+        "slowest_rank": table.sum(axis=1).argmax(axis=1).tolist(),
         "slowest": waits,
         "least": least,
     }
@@ -172,36 +167,32 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
 def _histogram(made: Plan) -> dict[str, Any]:
     """Documents by length, in bars of equal width on a logarithmic axis."""
     lengths = made.lengths[made.document_order]
-    low, high = int(lengths.min()), int(lengths.max())
-    edges = np.unique(np.round(np.geomspace(low, high + 1, BINS + 1)).astype(np.int64))
-    counts, _ = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, low + 1]))
-    return {"edges": edges.tolist() if len(edges) > 1 else [low, low + 1], "counts": counts.tolist()}
+    edges = np.geomspace(lengths.min(), lengths.max() + 1, BINS + 1)
+    counts, edges = np.histogram(lengths, np.unique(np.round(edges).astype(np.int64)))
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
     """Fill, balance and randomness as positions from 0 to 1, with ceilings, marks of the scale, and text."""
+    ranks, window, moved = found.data_parallel_size, made.options.window, found.displacement_p99
     best = found.tokens / (max(found.minimum_steps, 1) * made.packs_per_step * made.capacity)
     best = min(best, max(found.tokens / found.minimum_slots, 1.0))
     filled = "real tokens over slots" if found.slots < found.tokens else "of the slots hold tokens"
-    marks = [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)]
-    fill = {
-        "name": "fill",
-        "value": nines(found.efficiency),
-        "ceiling": nines(best),
-        "shown": f"{100 * found.efficiency:.2f} %",
-        "text": f"{filled}; ceiling {100 * best:.2f} %",
-        "marks": marks,
-    }
-    balance = {
-        "name": "balance",
-        "value": nines(found.cost_utilization),
-        "ceiling": nines(found.cost_utilization_ceiling),
-        "shown": f"{100 * found.cost_utilization:.2f} %",
-        "text": f"mean cost of {found.data_parallel_size} ranks over maximum; ceiling"
-        f" {100 * found.cost_utilization_ceiling:.2f} %",
-        "marks": marks,
-    }
-    moved, window = found.displacement_p99, made.options.window
+    shares = [("fill", found.efficiency, best, filled)]
+    if ranks > 1:
+        balance = f"mean cost of {ranks} ranks over maximum"
+        shares += [("balance", found.cost_utilization, found.cost_utilization_ceiling, balance)]
+    dials = [
+        {
+            "name": name,
+            "value": nines(value),
+            "ceiling": nines(ceiling),
+            "shown": f"{100 * value:.2f} %",
+            "text": f"{text}; ceiling {100 * ceiling:.2f} %",
+            "marks": [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)],
+        }
+        for name, value, ceiling, text in shares
+    ]
     most = 2 * max(window, 1)
     randomness = {
         "name": "randomness",
@@ -211,7 +202,7 @@ def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
         "text": f"99 % of the documents are at most this far from their random place; line: window {window}",
         "marks": [[0.0, f"{most}"], [1.0, "0"]],
     }
-    return [fill, *([balance] if found.data_parallel_size > 1 else []), randomness]
+    return [*dials, randomness]
 
 
 def nines(share: float) -> float:

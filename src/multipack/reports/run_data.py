@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,17 +119,6 @@ class Columns:
 
 
 @dataclass
-class CheckpointFolder:
-    """A checkpoint's name, step, bytes, time of completion (UTC), and pointers to it or `incomplete`."""
-
-    name: str
-    step: int
-    size: int
-    written: str
-    remark: str
-
-
-@dataclass
 class RunData:
     """The contents of a run directory.
 
@@ -141,7 +129,7 @@ class RunData:
         evaluations: metrics of evaluations.
         history: starts and ends of processes, in order; empty in runs of earlier versions.
         samples: (step, text) of each evaluation.
-        checkpoints: the checkpoints in the folder.
+        checkpoints: name of each checkpoint → its size, and whether it is `latest`, `best` or incomplete.
         problems: one sentence for each thing that could not be read.
     """
 
@@ -151,7 +139,7 @@ class RunData:
     evaluations: Columns = field(default_factory=Columns)
     history: list[dict[str, Any]] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
-    checkpoints: list[CheckpointFolder] = field(default_factory=list)
+    checkpoints: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -241,28 +229,14 @@ def read_samples(found: RunData) -> list[tuple[int, str]]:
     return [(int(step), sample.rstrip("\n")) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _checkpoints(run: RunDirectory) -> list[CheckpointFolder]:
-    named = {}
-    for pointer in (run.latest, run.best):
-        if pointer.is_file():
-            named[pointer.name] = read_file(pointer).decode("utf-8", errors="replace").strip()
-    found = []
-    for folder in sorted(run.checkpoints.glob("step-*")):
-        digits = folder.name.removeprefix("step-")
-        if not folder.is_dir() or not digits.isdecimal():
-            continue
-        marker = folder / COMPLETE
-        done = marker.is_file()
-        remarks = [pointer for pointer, name in named.items() if name == folder.name]
-        found.append(
-            CheckpointFolder(
-                name=folder.name,
-                step=int(digits),
-                size=sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()),
-                written=f"{datetime.fromtimestamp(marker.stat().st_mtime, UTC):%Y-%m-%d %H:%M:%S}"
-                if done
-                else "–",
-                remark=", ".join(remarks if done else [*remarks, "incomplete"]),
-            )
-        )
+def _checkpoints(run: RunDirectory) -> dict[str, tuple[str, str]]:
+    """See `RunData`."""
+    pointers = [pointer for pointer in (run.latest, run.best) if pointer.is_file()]
+    named = [(each.name, read_file(each).decode("utf-8", errors="replace").strip()) for each in pointers]
+    found = {}
+    for folder in sorted(run.checkpoints.glob("step-*/")):
+        size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+        remarks = [pointer for pointer, name in named if name == folder.name]
+        remarks += [] if (folder / COMPLETE).is_file() else ["incomplete"]
+        found[folder.name] = (f"{size / 2**20:,.1f} MiB", ", ".join(remarks))
     return found

@@ -143,10 +143,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         "padding_note": note,
         "plan": pairs(found.start.get("plan")),
         "samples": [(step, text[:MOST_TEXT]) for step, text in samples],
-        "checkpoints": [
-            (each.name, each.step, f"{each.size / 2**20:,.1f} MiB", each.written, each.remark)
-            for each in found.checkpoints
-        ],
+        "checkpoints": [(name, *about) for name, about in found.checkpoints.items()],
         "sessions": sessions(found),
         "warnings": warnings(found),
         "facts": [
@@ -325,10 +322,8 @@ def summary_rows(found: RunData) -> Rows:
         rows += [("communication", note)] if (note := communication(found)) else []
     rows += [("padding instead", note)] if (note := padding_cost(found)[1]) else []
     if found.checkpoints:
-        kept = ", ".join(
-            f"{each.name}{f' ({each.remark})' if each.remark else ''}" for each in found.checkpoints[-4:]
-        )
-        rows.append(("checkpoints", kept))
+        kept = [f"{name} ({remark})" if remark else name for name, (_, remark) in found.checkpoints.items()]
+        rows.append(("checkpoints", ", ".join(kept[-4:])))
     return rows + [("note", text) for text in warnings(found)]
 
 
