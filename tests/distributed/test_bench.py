@@ -5,13 +5,13 @@ import subprocess
 import sys
 from fractions import Fraction
 from functools import partial
-from itertools import count, product
+from itertools import count
 
 import pytest
 
 from multipack.cli import main
 from multipack.launch import bandwidth
-from multipack.launch.bandwidth import DTYPES, OPERATIONS, bus_factor, measure
+from multipack.launch.bandwidth import DTYPE, OPERATIONS, bus_factor, measure
 from multipack.parallel.world import World
 
 
@@ -26,19 +26,19 @@ def test_bus_bandwidth_counts_what_every_rank_must_send():
 
 
 def measurements(world):
-    """One of every operation in every type; rank r measures r + 1 seconds."""
-    rows = []
-    for operation, dtype in product(OPERATIONS, DTYPES):
-        clock = partial(next, (float(tick) for tick in count(0, world.rank + 1)))
-        rows.append(measure(world, operation, 1_001, dtype, repeats=2, clock=clock))
-    return rows
+    """One of every operation; rank r measures r + 1 seconds."""
+    ticks = partial(count, 0, world.rank + 1)
+    return [
+        measure(world, name, 1_001, repeats=2, clock=partial(next, map(float, ticks())))
+        for name in OPERATIONS
+    ]
 
 
 def test_results_are_checked_and_the_slowest_rank_counts(pools):
     found = pools(2).run(measurements)
     assert found == [found[0]] * 2
     for row in found[0]:
-        size = 2 * DTYPES[row.dtype].itemsize
+        size = 2 * DTYPE.itemsize
         assert row.wrong_ranks == ()
         assert row.bytes == -(-1_001 // size) * size
         assert row.seconds == 2 / 2
@@ -69,13 +69,13 @@ def test_a_rank_with_a_wrong_result_is_named(pools):
 
 @pytest.mark.slow
 def test_the_command_starts_processes():
-    words = ["--device", "cpu", "-n", "2", "--sizes", "1KiB, 96", "--operations", "all_to_all,reduce"]
+    words = ["--device", "cpu", "-n", "2", "--sizes", "1KiB, 96"]
     command = [sys.executable, "-m", "multipack", "bench", "collectives", *words, "--repeats", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [(row["operation"], row["bytes"], row["ranks"]) for row in rows] == [
-        (operation, size, 2) for operation in ("all_to_all", "reduce") for size in (1024, 96)
+        (operation, size, 2) for operation in OPERATIONS for size in (1024, 96)
     ]
     assert all(row["seconds"] > 0 and row["wrong_ranks"] == [] for row in rows)
 
@@ -116,8 +116,6 @@ def test_bad_words_are_refused(command):
     for words, named in (
         (["--sizes", "1kb"], "--sizes '1kb'"),
         (["--sizes", "0"], "--sizes '0'"),
-        (["--operations", "all_redcue"], "did you mean all_reduce?"),
-        (["--dtype", "fp8"], "--dtype fp8 is not one of fp32, fp64, bf16, fp16, int64"),
         (["--device", "tpu"], "--device tpu is not one of auto, cpu, cuda"),
         (["-n", "-2", "--device", "cpu"], "-n -2"),
     ):

@@ -12,10 +12,11 @@ import typer
 from multipack.cli.command_options import Json, fail, nearest, option, print_json
 
 if TYPE_CHECKING:
-    from multipack.launch.bandwidth import Bandwidth, Operation
+    from multipack.launch.bandwidth import Bandwidth
     from multipack.parallel.parallel_config import Device
 
 COLUMNS = ("operation", "bytes", "microseconds", "algorithm GB/s", "bus GB/s", "result")
+DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_SECONDS = 300.0
 """Timeout of one collective: enough for a large message over a slow link."""
 
@@ -23,8 +24,6 @@ TIMEOUT_SECONDS = 300.0
 def collectives(
     processes: Annotated[int, option("Processes to start; default: one per GPU, or 2.", "-n")] = 0,
     sizes: Annotated[str, typer.Option(help="Sizes of the whole message.")] = "1KiB,64KiB,1MiB,16MiB",
-    operations: Annotated[str, typer.Option(help="Names of collectives, or all.")] = "all",
-    dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or int64.")] = "fp32",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls per measurement.")] = 20,
     device: Annotated[str, typer.Option(help="auto (GPUs if there are any), cpu or cuda.")] = "auto",
     as_json: Json = False,
@@ -33,27 +32,20 @@ def collectives(
 
     Examples:
       multipack bench collectives
-      multipack bench collectives -n 4 --sizes 4KiB,4MiB --dtype bf16
-      multipack bench collectives --operations all_reduce,all_gather --json
+      multipack bench collectives -n 4 --sizes 4KiB,4MiB --json
       torchrun --nproc-per-node 8 -m multipack bench collectives --sizes 256MiB
 
     Starts processes on this host; under a launcher, uses those that it started.
     Algorithm bandwidth is size / time. Bus bandwidth, as defined by nccl-tests,
     is comparable with the bandwidth of the hardware.
     """
-    from multipack.launch.bandwidth import DTYPES, OPERATIONS, measure
+    from multipack.launch.bandwidth import OPERATIONS, measure
     from multipack.parallel.joining import connected
     from multipack.parallel.ranks import find_ranks
     from multipack.reports.console import Console
 
-    chosen = list(OPERATIONS) if operations == "all" else [word.strip() for word in operations.split(",")]
-    for name, given, choices in (
-        *(("--operations", word, OPERATIONS) for word in chosen),
-        ("--dtype", dtype, tuple(DTYPES)),
-        ("--device", device, ("auto", "cpu", "cuda")),
-    ):
-        if given not in choices:
-            raise ValueError(f"{name} {given} is not one of {', '.join(choices)}{nearest(given, choices)}")
+    if device not in DEVICES:
+        raise ValueError(f"--device {device} is not one of {', '.join(DEVICES)}{nearest(device, DEVICES)}")
     wanted = [_bytes(word.strip()) for word in sizes.split(",")]
     ranks = find_ranks(os.environ)
     if ranks.launcher == "none":
@@ -61,16 +53,12 @@ def collectives(
     if processes not in (0, ranks.size):
         raise ValueError(f"-n {processes}: {ranks.launcher} started {ranks.size} processes; leave -n out")
     with connected(cast("Device", device), TIMEOUT_SECONDS) as world:
-        found = [
-            measure(world, cast("Operation", operation), size, dtype, repeats)
-            for operation in chosen
-            for size in wanted
-        ]
+        found = [measure(world, operation, size, repeats) for operation in OPERATIONS for size in wanted]
     if world.is_main and as_json:
         print_json([asdict(row) for row in found])
     elif world.is_main:
         processes_text = f"{world.size} process{'es' * (world.size > 1)}"
-        title = f"collectives between {processes_text}, {world.backend} on {world.device.type}, {dtype}"
+        title = f"collectives between {processes_text}, {world.backend} on {world.device.type}, fp32"
         Console().table(title, COLUMNS, [_cells(row) for row in found])
     wrong = [row for row in found if row.wrong_ranks]
     if wrong:

@@ -30,8 +30,7 @@ Operation = Literal[
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES |= {"int64": torch.int64}
+DTYPE = torch.float32
 WARM_UP = 3
 """Number of calls before timing starts; the first ones open connections."""
 
@@ -41,7 +40,7 @@ class Bandwidth:
     """Measurement of one collective.
 
     Attributes:
-        operation, dtype, ranks: name of the collective, dtype of its elements, number of ranks.
+        operation, ranks: name of the collective, whose elements are of `DTYPE`, and number of ranks.
         bytes: size S of the whole message, rounded up to equal pieces on all ranks.
         seconds: mean time per call on the slowest rank, including allocation of the result.
         algorithm_bytes_per_second, bus_bytes_per_second: S / seconds, and the same times `bus_factor`.
@@ -49,7 +48,6 @@ class Bandwidth:
     """
 
     operation: str
-    dtype: str
     ranks: int
     bytes: int
     seconds: float
@@ -69,7 +67,6 @@ def measure(
     world: World,
     operation: Operation,
     num_bytes: int,
-    dtype: str = "fp32",
     repeats: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Bandwidth:
@@ -79,19 +76,16 @@ def measure(
         world: the ranks.
         operation: the collective; its source or destination is rank 0.
         num_bytes: size of the whole message.
-        dtype: dtype of its elements, a key of `DTYPES`.
         repeats: number of timed calls.
         clock: returns seconds; replaced in tests.
     """
-    element = DTYPES[dtype].itemsize
+    element = DTYPE.itemsize
     piece = -(-num_bytes // (element * world.size))
     total = piece * world.size
     size = piece if operation in ("all_gather", "gather") else total
-    own = _values(world.rank, 0, size, world.size, dtype).to(world.device)
+    own = _values(world.rank, 0, size, world.size).to(world.device)
     result = call_collective(operation, own, world)
-    exact = result is None or torch.equal(
-        result.cpu(), _expected(operation, world.rank, world.size, piece, dtype)
-    )
+    exact = result is None or torch.equal(result.cpu(), _expected(operation, world.rank, world.size, piece))
     del result
     for _ in range(WARM_UP - 1):
         call_collective(operation, own, world)
@@ -106,7 +100,7 @@ def measure(
     speed = total * element / slowest
     wrong = tuple(rank for rank, (_, is_exact) in enumerate(found) if not is_exact)
     bus = speed * bus_factor(operation, world.size)
-    return Bandwidth(operation, dtype, world.size, total * element, slowest, speed, bus, wrong)
+    return Bandwidth(operation, world.size, total * element, slowest, speed, bus, wrong)
 
 
 def call_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
@@ -139,23 +133,23 @@ def call_collective(operation: Operation, own: Tensor, world: World) -> Tensor |
     return None if rank and operation in ("reduce", "gather") else result
 
 
-def _values(rank: int, start: int, stop: int, ranks: int, dtype: str) -> Tensor:
-    """Elements start … stop − 1 of a rank's tensor: small integers, whose sums over ranks are exact in every dtype."""
-    # The period bounds sums by 128 for any number of ranks; bfloat16 holds integers up to 256.
+def _values(rank: int, start: int, stop: int, ranks: int) -> Tensor:
+    """Elements start … stop − 1 of a rank's tensor: small integers, whose sums over ranks are exact."""
+    # The period bounds sums by 128 for any number of ranks.
     phase = (torch.arange(start, stop) + rank) % max(3, ranks // 32)
-    return torch.where(phase < 3, phase, 0).to(DTYPES[dtype])
+    return torch.where(phase < 3, phase, 0).to(DTYPE)
 
 
-def _expected(operation: Operation, rank: int, ranks: int, piece: int, dtype: str) -> Tensor:
+def _expected(operation: Operation, rank: int, ranks: int, piece: int) -> Tensor:
     """Return the correct result on a rank that receives one, by definition and without communication."""
     own = (piece * rank, piece * (rank + 1))
     if operation in ("all_reduce", "reduce", "reduce_scatter"):
         span = own if operation == "reduce_scatter" else (0, piece * ranks)
-        total = torch.zeros(span[1] - span[0], dtype=torch.int64)
+        total = torch.zeros(span[1] - span[0], dtype=DTYPE)
         for other in range(ranks):
-            total += _values(other, *span, ranks, "int64")
-        return total.to(DTYPES[dtype])
+            total += _values(other, *span, ranks)
+        return total
     if operation in ("broadcast", "scatter"):
-        return _values(0, *(own if operation == "scatter" else (0, piece * ranks)), ranks, dtype)
+        return _values(0, *(own if operation == "scatter" else (0, piece * ranks)), ranks)
     span = own if operation == "all_to_all" else (0, piece)
-    return torch.cat([_values(other, *span, ranks, dtype) for other in range(ranks)])
+    return torch.cat([_values(other, *span, ranks) for other in range(ranks)])
