@@ -1,7 +1,9 @@
 """The commands as a user types them."""
 
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 import multipack
 from multipack.cli import app, main
+from multipack.training.apply import StopRequest
 
 
 @pytest.fixture
@@ -28,11 +31,29 @@ def lengths_file(tmp_path):
     return path
 
 
-def fails(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["multipack", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code, capsys.readouterr().err
+@pytest.fixture
+def ended(monkeypatch, capsys):
+    """Words → exit code and errors of a command."""
+
+    def invoke(*words):
+        monkeypatch.setattr(sys, "argv", ["multipack", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().err
+
+    return invoke
+
+
+@pytest.fixture
+def fails(ended):
+    """The message of a command that is refused, which is one line with exit code 2."""
+
+    def invoke(*words):
+        code, error = ended(*words)
+        assert (code, error.count("\n"), error[:7]) == (2, 1, "error: "), words
+        return error
+
+    return invoke
 
 
 @pytest.mark.parametrize("word", ["--version", "-V", "version"])
@@ -96,6 +117,35 @@ def test_config_prints_what_starts_the_same_run(run, tmp_path):
     (tmp_path / "config.yaml").write_text(shown)
     assert run("config", f"config={tmp_path / 'config.yaml'}").output == shown
     assert "layers: 2" in shown
+
+
+def test_settings_are_found_by_words_and_config_shows_what_was_changed(run):
+    shown = run("train", "--settings", "overlap").output
+    assert "data.overlap" in shown
+    assert "train.steps" not in shown
+    changed = run("config", "--changed", "train.steps=3", "data.validation=0.2").output
+    assert changed.split() == ["data:", "validation:", "0.2", "train:", "steps:", "3"]
+
+
+def test_the_capacity_has_one_name_and_others_are_understood(run):
+    words = ["model=tiny", "model.vocabulary_size=512", "devices=1", "--json"]
+    found = [
+        json.loads(run("advise", f"{name}=1024", *words).output)
+        for name in ("plan.capacity", "capacity", "max_length", "sequence_len")
+    ]
+    assert all(each == found[0] for each in found)
+    for command in ("train", "plan", "pack", "advise"):
+        assert "  plan.capacity  " in run(command, "--settings").output
+
+
+def test_a_signal_is_answered_at_once(capfd):
+    for number, said in ((signal.SIGTERM, "after this step\n"), (signal.SIGINT, "Ctrl-C once more")):
+        with StopRequest(announces=True) as stop:
+            os.kill(os.getpid(), number)
+            assert stop.signal == number
+            error = capfd.readouterr().err
+            assert f"{number.name}: the run saves and stops after this step" in error
+            assert said in error
 
 
 def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
@@ -215,9 +265,9 @@ def test_a_stream_is_planned_as_training_cuts_it(run, tmp_path):
     assert (report["documents"], report["tokens"]) == (16, 1548)  # without the last tenth, for validation
 
 
-def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file):
-    lengths_file.with_suffix(".npy.npz").touch()
-    for words, named in (
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
         ("train train.stepz=2", "did you mean train.steps"),
         ("train data=text data.path=nowhere.txt", "nowhere.txt"),
         ("plan nowhere.npy", "nowhere.npy"),
@@ -241,16 +291,44 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
         ("plna", "'plna'"),
         ("generate somewhere", "--prompt"),
         ("plan LENGTHS plan.capacity", "plan.capacity=VALUE"),
-    ):
-        given = [word.replace("LENGTHS", str(lengths_file)) for word in words.split()]
-        code, error = fails(monkeypatch, capsys, *given)
-        assert code == 2, words
-        assert error.startswith("error: "), words
-        assert named in error, words
-        assert error.count("\n") == 1, words
+        ("train train.steps=ten", "train.steps=ten: must be a whole number"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(fails, lengths_file, words, named):
+    lengths_file.with_suffix(".npy.npz").touch()
+    assert named in fails(*words.replace("LENGTHS", str(lengths_file)).split())
 
 
-def test_bad_files_of_lengths_are_refused(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("train data.path=chats.jsonl", "set data=jsonl to read chats.jsonl"),
+        ("train data.path=web/part.parquet", "set data=parquet"),
+        ("train out=runs/none train.resume=true", "there is no folder runs/none"),
+        ("train train.lora=true", "set adapter=lora"),
+        ("train train.wd=0.1", "set optimizer.weight_decay"),
+        ("train optimizer.type=adam", "optimizer.name"),
+        ("train train.qwxyz=1", "--settings"),
+        ("plan lengths.npy plan.xyzzy=1", "--settings"),
+        ("train --settings xyzzy", "no setting has xyzzy"),
+        ("generate nowhere hello", "nowhere"),
+    ],
+)
+def test_mistakes_are_answered_with_what_to_type(fails, words, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = fails(*words.split())
+    assert answer in message
+    assert "did you mean" not in message
+
+
+def test_torchrun_reports_the_reason(fails, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    message = fails("train", "train.stepz=2")
+    written = json.loads((tmp_path / "error.json").read_text())
+    assert written["message"]["message"] in message
+
+
+def test_bad_files_of_lengths_are_refused(fails, tmp_path):
     path = tmp_path / "bad.npy"
     for command, array, named in (
         ("plan", np.array([3, 0, 5]), "document 1"),
@@ -262,29 +340,27 @@ def test_bad_files_of_lengths_are_refused(monkeypatch, capsys, tmp_path):
         ("pack", np.array([1.0, 2.0]), "float64"),
     ):
         np.save(path, array)
-        code, error = fails(monkeypatch, capsys, command, str(path))
-        assert code == 2
-        assert named in error, array
+        assert named in fails(command, str(path)), array
     path.write_text("hello")
-    assert ".npy" in fails(monkeypatch, capsys, "plan", str(path))[1]
+    assert ".npy" in fails("plan", str(path))
 
 
-def test_other_ranks_print_their_rank_after_rank_0(monkeypatch, capsys):
+def test_other_ranks_print_their_rank_after_rank_0(monkeypatch, ended):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
-    assert fails(monkeypatch, capsys, "plan", "nowhere.npy")[1].startswith("[rank 3] error: ")
+    assert ended("plan", "nowhere.npy")[1].startswith("[rank 3] error: ")
     assert waited
 
 
-def test_how_commands_end(monkeypatch, capsys):
+def test_how_commands_end(monkeypatch, ended):
     def ending(error):
         def complain(**_):
             raise error
 
         monkeypatch.setattr("multipack.cli.app", complain)
-        return fails(monkeypatch, capsys)
+        return ended()
 
     code, error = ending(KeyboardInterrupt())
     assert code == 130
@@ -309,10 +385,12 @@ def test_how_commands_end(monkeypatch, capsys):
 
 def test_without_words_the_help_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["multipack"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main()
-    assert ended.value.code in (0, 2)  # by Typer's version
-    assert "advise" in "".join(capsys.readouterr())
+    assert end.value.code in (0, 2)  # by Typer's version
+    shown = "".join(capsys.readouterr())
+    assert "advise" in shown
+    assert "error:" not in shown
     monkeypatch.setattr(sys, "argv", ["multipack", "version"])
     with pytest.raises(SystemExit):
         runpy.run_module("multipack", run_name="__main__")

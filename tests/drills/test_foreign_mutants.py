@@ -518,7 +518,6 @@ FILES = {
 COMMANDS = {
     "report": "report RUN",
     "page": "report RUN -o OUT.html",
-    "Markdown": "report RUN -o OUT.md",
     "watch": "watch --once RUN",
     "audit": "audit RUN",
     "doctor": "doctor RUN",

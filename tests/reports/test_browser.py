@@ -1,5 +1,6 @@
 """The pages in a real browser: `apt-get update && apt-get install -y chromium`; skipped without it."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def check(browser, path, width, dark):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
+    # Names of metrics that objects of JavaScript inherit.
+    record = {"step": 21, "loss": 1.0, "dt": 1.0, "constructor": 1.0, "toString": 2.0, "__proto__": 3.0}
+    evaluation = {"step": 21, "val_loss": 1.0, "val_constructor": 1.0, "valueOf": 1.0}
+    with (trained / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps(record)}\n{json.dumps(evaluation)}\n")
+    (trained / "report.html").write_bytes(run_page([read_run(trained)]))
     check(browser, trained / "report.html", width, dark)
     charts = browser.evaluate("document.querySelectorAll('.chart svg').length")
     assert charts >= 6

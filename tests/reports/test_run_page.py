@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -220,32 +219,3 @@ def test_curves_of_text():
     assert falling[5].split() == ["1", "100"]
     assert max(map(len, falling)) == 40
     assert len(text_curve([5], [1.0], rows=2)) == 3
-
-
-BROWSER = """
-// Everything that a page asks a browser for answers with itself, but its data.
-const any = new Proxy(function () {}, {
-  get: (_, key) => (key === Symbol.toPrimitive ? () => 1 : key === Symbol.iterator ? [][key] : any),
-  set: () => true, apply: () => any, construct: () => any, has: () => true });
-const page = require("fs").readFileSync(process.argv[2], "utf8");
-const of = (pattern) => pattern.exec(page)[1];
-const data = of(/<script type="application.json" id="data">([^]*?)<.script>/);
-const document = new Proxy({}, { get: (_, key) =>
-  key === "getElementById" ? (id) => (id === "data" ? { textContent: data } : any) : any });
-const names = ["document", "window", "getComputedStyle", "matchMedia", "ResizeObserver", "SVGElement"];
-new Function(...names, of(/<script>([^]*?)<.script>/))(document, any, any, any, any, any);
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-def test_names_that_objects_of_javascript_inherit_do_not_stop_a_page(written, tmp_path):
-    (tmp_path / "browser.js").write_text(BROWSER)
-    first, second = written("a"), written("b")
-    record = {"step": 61, "loss": 1.0, "dt": 1.0, "constructor": 1.0, "toString": 2.0, "__proto__": 3.0}
-    with (first / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.write(json.dumps({"step": 61, "val_loss": 1.0, "val_constructor": 1.0, "valueOf": 1.0}) + "\n")
-    (tmp_path / "page.html").write_bytes(run_page([read_run(first), read_run(second)]))
-    command = ["node", tmp_path / "browser.js", tmp_path / "page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
