@@ -188,6 +188,7 @@ def key_figures(found: RunData) -> Rows:
     loss = evaluations.last("val_loss")
     # Preferences, which have further metrics, have no perplexity.
     others = [name for name in evaluations.values if name.startswith("val_") and "val_loss" not in name]
+    imbalance = _of(median, steps.known("time_spread"))
     perplexity = math.exp(loss) if loss < 50 and not others else math.nan
     known: dict[str, tuple[float, Callable[[float], str]]] = {
         "training loss of the last step": (steps.last("loss"), "{:.4f}".format),
@@ -195,10 +196,10 @@ def key_figures(found: RunData) -> Rows:
         "perplexity on validation documents": (perplexity, "{:,.4g}".format),
         "tokens/s without padding, median": (_of(median, steps.known("tps")), "{:,.0f}".format),
         "MFU, median": (_of(median, filter(None, steps.known("mfu"))), "{:.1f} %".format),
-        "padding, mean": (_of(fmean, steps.known("padding")), "{:.2%}".format),
+        "padding, mean": (100 * _of(fmean, steps.known("padding")), "{:.2f} %".format),
         "tokens trained": (tokens if seconds else math.nan, _large),
         "time in steps": (seconds or math.nan, duration),
-        "measured imbalance of ranks, median": (_of(median, steps.known("time_spread")), "{:.1%}".format),
+        "measured imbalance of ranks, median": (100 * imbalance, "{:.1f} %".format),
         "peak memory": (_of(max, steps.known("memory")), "{:.2f} GiB".format),
     }
     done, total = int(steps.last("step")) if len(steps) else 0, found.total_steps
@@ -254,11 +255,11 @@ def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], str]:
     measured = next((event["comparison"] for event in reversed(found.history) if "comparison" in event), None)
     ratio = finite(measured.get("ratio")) if isinstance(measured, dict) else math.nan
     if ratio > 0:
-        reason = f"Packed steps of this run processed {ratio:.2f} times the tokens per second of padded steps"
+        reason = "At the speeds of packed and padded steps measured in this run"
     else:
         ratio, reason = filled / share, "If every slot cost the same"
     return bars, (
-        f"{reason}: the {duration(seconds)} in steps would have been {duration(seconds * ratio)} with padding"
+        f"{reason}, the {duration(seconds)} in steps would have been {duration(seconds * ratio)} with padding"
         f" ({ratio:.2f} times)."
     )
 
