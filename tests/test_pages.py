@@ -476,6 +476,13 @@ def test_named_files_and_linked_pages_exist():
         for name in re.findall(named, path.read_text())
         if not (ROOT / name).exists()
     ]
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    wrong += [
+        f"{page}: {name}"
+        for page, path in PAGES.items()
+        for name in re.findall(r"`(test_\w+)`", path.read_text())
+        if f"def {name}(" not in tests
+    ]
     wrong += [
         f"{path}: {target}"
         for path in [*PAGES.values(), ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
