@@ -10,7 +10,7 @@ import pytest
 from multipack.planning.plan import plan
 from multipack.planning.report import report
 from multipack.reports.plan_page import plan_page, plan_view
-from multipack.reports.run_data import read_run
+from multipack.reports.run_data import RunData
 from multipack.reports.run_page import run_page
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,13 +45,13 @@ def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
     evaluation = {"step": 21, "val_loss": 1.0, "val_constructor": 1.0, "valueOf": 1.0}
     with (trained / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps(record)}\n{json.dumps(evaluation)}\n")
-    (trained / "report.html").write_bytes(run_page([read_run(trained)]))
+    (trained / "report.html").write_bytes(run_page([RunData(trained)]))
     check(browser, trained / "report.html", width, dark)
     charts = browser.evaluate("document.querySelectorAll('.chart svg').length")
     assert charts >= 6
     assert browser.evaluate("document.querySelectorAll('.chart path[d=\"\"]').length") == 0
     assert browser.evaluate("/NaN|undefined/.test(document.getElementById('page').outerHTML)") is False
-    (tmp_path / "two.html").write_bytes(run_page([read_run(written("a")), read_run(written("b", lr="0.1"))]))
+    (tmp_path / "two.html").write_bytes(run_page([RunData(written("a")), RunData(written("b", lr="0.1"))]))
     check(browser, tmp_path / "two.html", width, dark)
     # Every control works: log axes, smoothing, samples, the filter of settings.
     browser.evaluate(

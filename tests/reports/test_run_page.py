@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app
 from multipack.reports.curve import text_curve
-from multipack.reports.run_data import communication, read_run
+from multipack.reports.run_data import RunData, communication
 from multipack.reports.run_page import key_figures, padding_cost, run_page, time_shares, warnings
 
 
@@ -24,7 +24,7 @@ def _run(*words):
 
 
 def test_a_report_says_where_communication_is(trained):
-    found = read_run(trained)
+    found = RunData(trained)
     assert communication(found) == ""  # of one process
     found.start["run"] = [["parallel", "zero3 2 x tensor 2"]]
     assert "zero3 2 x tensor 2 is in forward, backward" in communication(found)
@@ -54,7 +54,7 @@ def test_a_run_has_its_page(trained):
 
 
 def test_figures_follow_from_the_records(written):
-    found = read_run(written())
+    found = RunData(written())
     figures = dict(key_figures(found))
     assert figures["steps"] == "60 of 60"
     assert figures["tokens trained"] == "60 k"
@@ -72,7 +72,7 @@ def test_figures_follow_from_the_records(written):
 
 def test_several_runs_are_compared(written):
     paths = [written("a"), written("b", lr="0.01")]
-    data = _data(run_page([read_run(path) for path in paths]))
+    data = _data(run_page([RunData(path) for path in paths]))
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["config"][0] == ["optimizer.lr", True, "0.002", "0.01"]
     assert not any(differs for _, differs, *_ in data["config"][1:])
@@ -87,7 +87,7 @@ def test_communication_is_a_part_of_the_backward_passes(written):
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     timed = [line | {"dtc": 0.05} if "dtb" in line else line for line in lines]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed))
-    found = time_shares(read_run(path).steps)
+    found = time_shares(RunData(path).steps)
     assert found["backward"] == pytest.approx(0.3)
     assert found["communication"] == pytest.approx(0.1)
     assert sum(found.values()) == pytest.approx(1)
@@ -101,13 +101,13 @@ def test_documents_left_out_are_warnings_and_choices_are_not(written, trained):
         "details": ["in bf16"],
     }
     (path / "history.jsonl").write_text(json.dumps({"event": "start", "step": 0} | said) + "\n")
-    assert warnings(read_run(path))[:2] == [*said["left_out"], *said["notes"]]
-    assert _data(run_page([read_run(path)]))["runs"][0]["facts"] == [["note", "in bf16"]]
-    assert {"left_out", "notes", "details"} <= set(read_run(trained).start)
+    assert warnings(RunData(path))[:2] == [*said["left_out"], *said["notes"]]
+    assert _data(run_page([RunData(path)]))["runs"][0]["facts"] == [["note", "in bf16"]]
+    assert {"left_out", "notes", "details"} <= set(RunData(trained).start)
 
 
 def test_long_runs_are_shown_by_means(written):
-    data = _data(run_page([read_run(written(steps=2500))]))
+    data = _data(run_page([RunData(written(steps=2500))]))
     steps = data["runs"][0]["steps"]
     assert data["mean_of"] == 3
     assert len(steps["loss"]) == 834
@@ -120,7 +120,7 @@ def test_other_metrics_have_charts(written):
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "loss": 2.0, "reward_margin": 0.5}\n')
         file.write('{"step": 61, "val_loss": 2.0, "val_loss/books": 2.1, "val_reward_margin": 0.4}\n')
-    data = _data(run_page([read_run(path)]))
+    data = _data(run_page([RunData(path)]))
     assert data["charts"][-1]["key"] == "reward_margin"
     assert data["validation"] == ["val_loss", "val_loss/books"]
     assert data["evaluated"] == ["val_reward_margin"]
@@ -129,7 +129,7 @@ def test_other_metrics_have_charts(written):
 def test_text_of_a_run_is_never_markup(written):
     path = written("<img src=x onerror=alert(1)>")
     (path / "samples.txt").write_text("=== step 6\n</script><script>alert(1)</script>▌<b>\n")
-    page = run_page([read_run(path)]).decode()
+    page = run_page([RunData(path)]).decode()
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page
     assert _data(page.encode())["runs"][0]["samples"] == [[6, "</script><script>alert(1)</script>▌<b>"]]
@@ -145,19 +145,19 @@ def test_what_cannot_be_read_is_left_out_and_named(written):
         '{"event": "start", "step": [], "plan": {"packs": "<"}, "notes": 3, "run": [[1], ["a", {}]]}\n{"event": 1}\n'
     )
     (path / "checkpoints" / "step-00000003").mkdir()
-    found = read_run(path)
+    found = RunData(path)
     assert found.problems == [
         "metrics.jsonl: line 4 and 1 more cannot be read and is left out",
         "metrics.jsonl: the last line is incomplete and is left out",
         "metrics.jsonl: 1 records have no step and are left out",
     ]
-    assert found.checkpoints["step-00000003"][1] == "incomplete"
+    assert found.checkpoints()["step-00000003"][1] == "incomplete"
     assert "killed after step 61" in warnings(found)[-1]
     data = _data(run_page([found]))
     assert data["runs"][0]["steps"]["loss"][-1] is None
     os.remove(path / "samples.txt")
     os.mkfifo(path / "samples.txt")
-    assert "samples are left out" in read_run(path).problems[-1]
+    assert "samples are left out" in RunData(path).problems[-1]
 
 
 @pytest.mark.parametrize(

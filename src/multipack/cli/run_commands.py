@@ -26,7 +26,7 @@ def report(
     """
     from multipack.atomic import write_atomically
     from multipack.reports.console import Console
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import (
         check_records,
         differences,
@@ -38,7 +38,7 @@ def report(
 
     if output is not None and output.suffix != ".html":
         raise ValueError(f"--output {output} must end with .html: it is a page")
-    found = [read_run(path) for path in runs]
+    found = [RunData(path) for path in runs]
     check_records(found)
     if output is not None:
         write_atomically(output, run_page(found))

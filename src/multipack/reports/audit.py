@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from multipack.atomic import read_file
 from multipack.checksums import begins_with
 from multipack.reports.recorded import integers, whole
-from multipack.reports.run_data import Lines
-from multipack.run import STATE, RunDirectory, find_run
+from multipack.reports.run_data import Columns, Lines, RunData
+from multipack.run import STATE, RunDirectory
 
 Integers = NDArray[np.int64]
 
@@ -120,27 +120,27 @@ def audit(path: str | Path) -> Audit:
         FileNotFoundError: `path` is not a run directory.
         ValueError: the run has no documents.jsonl: it is of an earlier version, or of log.documents=false.
     """
-    run, _ = find_run(path)
+    data = RunData(path)
+    run = data.run
     if not run.documents.exists() or not run.documents.stat().st_size:
         raise ValueError(
             f"{run.path} has no record of documents ({run.documents.name}): no step was taken, or the run is of an"
             " earlier version or of log.documents=false"
         )
     found, recorded, lines = Audit(), Recorded(), Lines(run.documents)
-    history = [event for _, event in Lines(run.history).new()]
-    starts = [whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
+    starts = [whole(event.get("step")) or 0 for event in data.history if event.get("event") == "start"]
     records = _in_order(lines, min(starts, default=0) + 1, found, recorded)
     epochs = (list(steps) for _, steps in groupby(records, key=lambda record: record.epoch))
     carried: Integers | None = None
     for steps, following in pairwise(chain(epochs, [None])):
         assert steps is not None
-        carried = _account(steps, following is None, carried, _end_of_stream(history), found)
+        carried = _account(steps, following is None, carried, _end_of_stream(data.history), found)
     if lines.torn:
         found.notes.append(
             "the last line of documents.jsonl is incomplete: its writer was killed, or is writing"
         )
     found.problems += [problem for problem in lines.problems if "cannot be read" in problem]
-    _compare_metrics(run, recorded, found)
+    _compare_metrics(data.steps, recorded, found)
     _compare_checkpoints(run, recorded, found)
     return found
 
@@ -285,36 +285,26 @@ def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
     return None if left is None or total is None else (left, total)
 
 
-def _compare_metrics(run: RunDirectory, recorded: Recorded, found: Audit) -> None:
+def _compare_metrics(metrics: Columns, recorded: Recorded, found: Audit) -> None:
     """Compare steps and numbers of documents with metrics.jsonl, and name steps that were skipped."""
-    metrics = Lines(run.metrics)
-    seen, skipped, different = set(), [], []
-    for _, record in metrics.new():
-        step = whole(record.get("step"))
-        if step is None or "loss" not in record:
-            continue
-        seen.add(step)
-        if record.get("skipped"):
-            skipped.append(step)
-        rate, seconds = record.get("sps"), record.get("dt")  # documents per second, seconds of the step
-        if step in recorded and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
-            product = rate * seconds
-            if product < 1e15 and abs(product - recorded[step][2]) > 0.5:
-                different.append(step)
+    rows = list(zip(*(metrics.column(name) for name in ("step", "sps", "dt", "skipped")), strict=True))
     first, last = min(recorded, default=1), max(recorded, default=0)
-    known = {step for step in seen if step >= first}
+    known = {int(step) for step, *_ in rows if step >= first}
     if missing := sorted(known - recorded.keys()):
         found.problems.append(f"metrics.jsonl has {_named('step', missing)} without documents")
     if missing := sorted(recorded.keys() - known - {last}):  # documents are written first
         found.problems.append(f"documents.jsonl has {_named('step', missing)} without metrics")
+    different = []
+    for step, rate, seconds, _ in rows:  # documents per second, seconds of the step
+        if step in recorded and seconds > 1e-9 and 0.5 < abs(rate * seconds - recorded[int(step)][2]) < 1e15:
+            different.append(int(step))
     if different:
         found.problems.append(
             f"metrics.jsonl counts other numbers of documents in {_named('step', different)}"
         )
-    if skipped:
-        named = _named("step", sorted(skipped))
+    if skipped := sorted(int(step) for step, *_, was_skipped in rows if was_skipped > 0):
         found.notes.append(
-            f"skipped, by fp16 overflow or a spike: the documents of {named} changed no weight"
+            f"skipped, by fp16 overflow or a spike: the documents of {_named('step', skipped)} changed no weight"
         )
 
 

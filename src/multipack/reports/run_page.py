@@ -13,7 +13,7 @@ from multipack.atomic import write_atomically
 from multipack.data.text.skipped import counted
 from multipack.reports.curve import text_curve
 from multipack.reports.recorded import MOST_TEXT, finite, pairs, texts
-from multipack.reports.run_data import Columns, RunData, communication, read_run
+from multipack.reports.run_data import Columns, RunData, communication
 from multipack.reports.summary import Rows
 from multipack.reports.web_page import web_page
 from multipack.run import RunDirectory
@@ -68,7 +68,7 @@ _HIDDEN = {"sps", "sps_per_device", "tps_per_device"}
 def write_page(run: RunDirectory) -> str:
     """Write the page of a run into its directory; returns its path, or why it was not written."""
     try:
-        write_atomically(run.page, run_page([read_run(run.path)]))
+        write_atomically(run.page, run_page([RunData(run.path)]))
     except (OSError, ValueError) as error:
         return f"not written: {error}"
     return str(run.page)
@@ -143,7 +143,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         "padding_note": note,
         "plan": pairs(found.start.get("plan")),
         "samples": [(step, text[:MOST_TEXT]) for step, text in samples],
-        "checkpoints": [(name, *about) for name, about in found.checkpoints.items()],
+        "checkpoints": [(name, *about) for name, about in found.checkpoints().items()],
         "sessions": sessions(found),
         "warnings": warnings(found),
         "facts": [
@@ -322,8 +322,8 @@ def summary_rows(found: RunData) -> Rows:
         rows += [("time of a step", shares)]
         rows += [("communication", note)] if (note := communication(found)) else []
     rows += [("padding instead", note)] if (note := padding_cost(found)[1]) else []
-    if found.checkpoints:
-        kept = [f"{name} ({remark})" if remark else name for name, (_, remark) in found.checkpoints.items()]
+    if checkpoints := found.checkpoints():
+        kept = [f"{name} ({remark})" if remark else name for name, (_, remark) in checkpoints.items()]
         rows.append(("checkpoints", ", ".join(kept[-4:])))
     return rows + [("note", text) for text in warnings(found)]
 

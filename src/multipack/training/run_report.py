@@ -134,7 +134,7 @@ def _left_out(corpus: Corpus) -> list[str]:
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import loss_curve, write_page
 
     console, folder = run.console, run.run
@@ -160,7 +160,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         rows.append(("token store", run.corpus.store_path))
     console.section("written", [(name, str(path)) for name, path in rows])
     if comparison is not None and run.files.log is not None:
-        console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
+        console.line("\nloss by step\n" + "\n".join(loss_curve(RunData(folder.path), LINE)))
     last = []
     if run.val_loss is not None and run.evaluated == run.step:
         found = [
