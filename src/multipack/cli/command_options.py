@@ -79,14 +79,10 @@ def option(text: str, *names: str, **more: Any) -> Any:
 
 
 def settings_option(schema: str, *names: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass.
+    """Return the option --settings, which prints the fields of a dataclass whose names begin with `names`.
 
-    Words after it choose the settings with one of them in their names or meanings.
-
-    Args:
-        schema: name of the dataclass, which is imported only when the option is used.
-        names: beginnings of the names of fields to print; empty = all fields.
-        module: module of the dataclass.
+    Words after it choose the settings with one of them in their names or meanings. `schema` and `module` are names:
+    they are imported only when the option is used.
     """
 
     def show(context: typer.Context, value: bool) -> None:

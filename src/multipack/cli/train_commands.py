@@ -122,12 +122,7 @@ def prepare(
 def _tokenize(words: list[str], config: Config, console: Console, store: Path | None, **options: Any) -> Path:
     """Write the stores of training and validation documents; return the folder of the first.
 
-    Args:
-        words: words of the command, of which `config` is composed.
-        config: the settings.
-        console: prints progress.
-        store: folder of the store; None = in the cache.
-        options: shards, part and engine of `multipack.data.stores.prepare.prepare`.
+    `config` is composed of `words`, and `options` are those of `multipack.data.stores.prepare.prepare`.
     """
     from multipack.data.stores.prepare import prepare as run
     from multipack.data.text.tokenizer import TokenizerConfig

@@ -36,15 +36,8 @@ def draw_step(plan: Plan, step: int = 0, columns: int = 72) -> str:
     """Draw the documents of a step three times: in order, padded, packed; of items of several documents, the packs.
 
     A character is the smallest power of two of tokens at which the longest document fits into one row, and a full pack
-    into one row (a single pack into four rows, two packs into two rows each).
-
-    Args:
-        plan: the plan.
-        step: index of the step; negative indices count from the last step.
-        columns: maximum characters of a row.
-
-    Returns:
-        Lines of text. A document of less than half the tokens of a character may have no letter in its pack.
+    into one row (a single pack into four rows, two packs into two rows each). A document of less than half the tokens
+    of a character may have no letter in its pack. Negative steps count from the last step.
     """
     if isinstance(plan.items, SharedItems):
         return draw_trees(plan, plan.items, step, columns)

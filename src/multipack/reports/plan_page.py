@@ -40,14 +40,9 @@ MOST_ROWS = 64
 def plan_view(
     made: Plan, found: PlanReport, batch_size: int, padded_share: float, command: str
 ) -> dict[str, Any]:
-    """The values that the page of a plan shows.
+    """The values that the page of a plan, with its report, shows.
 
-    Args:
-        made: the plan.
-        found: its report, with the number of ranks and their sync points.
-        batch_size: documents of a padded batch.
-        padded_share: share of tokens in padded batches of the whole epoch.
-        command: the command that trains with this plan.
+    `padded_share` is the share of tokens in padded batches of the whole epoch, `command` trains with this plan.
     """
     packs = f"{found.packs:,} packs of {made.capacity:,} tokens (at least {found.minimum_packs:,})"
     steps = f"{found.steps:,} steps (at least {found.minimum_steps:,})"
@@ -128,7 +123,7 @@ def _trees(made: Plan) -> list[dict[str, Any]]:
                 "tokens": sum(row.length for row in rows),
                 "slots": int(made.slots[pack].sum()),
                 "deepest": max(row.length for row in drawn),
-                "nodes": [list(node) for node in nodes_of(drawn)],
+                "nodes": nodes_of(drawn),
             }
         )
     return trees
@@ -211,12 +206,6 @@ def nines(share: float) -> float:
 
 
 def plan_page(view: dict[str, Any], title: str, rows: Sequence[tuple[str, str]]) -> bytes:
-    """The HTML page of a plan: its picture, an animation of documents that fall into packs, and its report.
-
-    Args:
-        view: values of `plan_view`.
-        title: heading of the page.
-        rows: (name, text) of the plan's report.
-    """
+    """The HTML page of a `plan_view` and of the rows of the plan's report."""
     more = {"title": title, "rows": rows, "made": f"multipack {multipack.__version__}"}
     return web_page(f"{title} · multipack", "plan_page.js", view | more)

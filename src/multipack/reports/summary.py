@@ -25,13 +25,7 @@ Rows = list[tuple[str, str]]
 def settings_text(
     rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
 ) -> str:
-    """Return a table of settings by group, as text.
-
-    Args:
-        rows: (key, type, default, meaning) of each setting.
-        presets: group → names of its presets.
-        columns: maximum width.
-    """
+    """Return a table of settings by group, as text, from their key, type, default and meaning, and groups' presets."""
     width = max(len(key) for key, *_ in rows)
     lines: list[str] = []
     for group, several in groupby(rows, lambda row: row[0].split(".")[0] if "." in row[0] else ""):
@@ -62,16 +56,11 @@ def report_rows(
     options: PlanOptions,
     advice: Sequence[str],
 ) -> Rows:
-    """Return the rows of a plan's report.
+    """Return the rows of a plan's report, and sentences that recommend other settings.
 
-    Args:
-        report: report of the plan for `ranks` ranks.
-        padded_share: share of real tokens in padded random batches of `batch_size` documents.
-        batch_size: documents of a padded batch.
-        ranks: number of data-parallel ranks.
-        options: options of the plan; with a budget below the capacity, lower bounds hold for full packs only.
-        advice: sentences that recommend other settings.
+    `padded_share` is the share of real tokens in padded random batches of `batch_size` documents.
     """
+    # With a budget below the capacity, lower bounds hold for full packs only.
     full = options.budget in (0, options.capacity)
     bound = "lower bound" if full else "lower bound for full packs"
     dropped = counted(report.dropped_documents, "documents"), counted(report.dropped_tokens, "tokens")

@@ -79,13 +79,7 @@ def _state(found: RunData, now: float) -> str:
 
 
 def watch(path: Path, seconds: float, once: bool, console: RichConsole) -> None:
-    """Show a run until its process has recorded its end; `once`: show it as it is now.
-
-    Args:
-        path: the run directory.
-        seconds: time between two updates.
-        once: print one frame.
-        console: the terminal.
+    """Show a run, every so many seconds, until its process has recorded its end; `once`: print it as it is now.
 
     Raises:
         FileNotFoundError: `path` is not a run directory.
