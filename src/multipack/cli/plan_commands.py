@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.cli.plan_settings import PlanCommand
     from multipack.planning.items import Items
-    from multipack.planning.packing import Packs
     from multipack.planning.placement_report import ContextMeasure
     from multipack.planning.plan import Plan
     from multipack.planning.report import PlanReport
@@ -243,40 +241,20 @@ def pack(
             bound = packs.lower_bound or 0
             np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
             write_atomically(Path(command.out), buffer.getvalue())
-    if not as_json:
-        console.section(f"packs of {source}", _pack_rows(packs, lengths, command, seconds))
+    tokens, bound, gap = int(lengths.sum()), packs.lower_bound, packs.gap
+    filled = tokens / (len(packs) * capacity)
+    if as_json:
+        found = {"documents": len(lengths), "tokens": tokens, "packs": len(packs), "lower_bound": bound}
+        print_json({**found, "gap": gap, "filled": filled, "seconds": seconds})
         return
-    tokens = int(lengths.sum())
-    shown = {
-        **{name: value for name, value in asdict(command).items() if name != "plan"},
-        **asdict(command.plan),
-        "documents": len(lengths),
-        "tokens": tokens,
-        "packs": len(packs),
-        "lower_bound": packs.lower_bound,
-        "gap": packs.gap,
-        "filled": tokens / (len(packs) * capacity),
-        "seconds": seconds,
-    }
-    print_json(shown)
-
-
-def _pack_rows(
-    packs: Packs, lengths: NDArray[np.int64], command: PackCommand, seconds: float
-) -> list[tuple[str, str]]:
-    """Return the rows of text about packs."""
-    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
-    gap = len(packs) - bound
-    proven = (
-        "this is the minimum" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
-    )
-    return [
+    proven = f"at most {gap:,} more than needed ({gap / len(packs):.3%})" if gap else "this is the minimum"
+    rows = [
         ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
         ("tokens", f"{tokens:,}"),
-        ("packs", f"{len(packs):,} of at most {command.plan.capacity:,} tokens, by {command.method}"),
+        ("packs", f"{len(packs):,} of at most {capacity:,} tokens, by {command.method}"),
         ("proven bound", f"{bound:,} packs are a lower bound: {proven}"),
-        ("filled", f"{tokens / (len(packs) * command.plan.capacity):.4%} of the slots hold tokens"),
+        ("filled", f"{filled:.4%} of the slots hold tokens"),
         ("largest pack", counted(int(packs.sizes().max()), "documents")),
         ("packed in", f"{seconds:.3f} s"),
-        *([("written to", command.out)] if command.out else []),
     ]
+    console.section(f"packs of {source}", rows + ([("written to", command.out)] if command.out else []))
