@@ -236,13 +236,12 @@ def pack(
     with console.notice(PLANNING):
         packs = make_packs(lengths, capacity, command.method, limit, command.time_budget)
     seconds = time.perf_counter() - started
+    tokens, bound, gap = int(lengths.sum()), packs.lower_bound or 0, packs.gap
+    filled = tokens / (len(packs) * capacity)
     if command.out:
         with io.BytesIO() as buffer:
-            bound = packs.lower_bound or 0
             np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
             write_atomically(Path(command.out), buffer.getvalue())
-    tokens, bound, gap = int(lengths.sum()), packs.lower_bound, packs.gap
-    filled = tokens / (len(packs) * capacity)
     if as_json:
         found = {"documents": len(lengths), "tokens": tokens, "packs": len(packs), "lower_bound": bound}
         print_json({**found, "gap": gap, "filled": filled, "seconds": seconds})

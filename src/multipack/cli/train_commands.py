@@ -114,8 +114,8 @@ def prepare(
     _print_shown(console, shown)
     print_store(console, path, found, fit)
     if report is None:
-        more = [missing] if missing else []
-        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *more])
+        training = [*_training_words(words or [], store), *([missing] if missing else [])]
+        command = shlex.join(["multipack", "train", *training])
         console.line(f"\nto train on it:\n  {command}")
 
 

@@ -90,7 +90,8 @@ class _Plan(NamedTuple):
         return cls(is_damaged=True) if any(each is None for each in values) else cls(*values)
 
 
-class _Step(NamedTuple):
+@dataclass(frozen=True)
+class _Step:
     """A record of documents.jsonl."""
 
     step: int
@@ -156,7 +157,7 @@ def _in_order(lines: Lines, first: int, found: Audit, recorded: Recorded) -> Ite
         if record is None:
             found.problems.append(f"documents.jsonl: line {number} is no record of a step")
             continue
-        step, epoch, index, *_ = record
+        step, epoch, index = record.step, record.epoch, record.index
         expected = index if before is None else before.index + 1 if before.epoch == epoch else 0
         if before is None and step != first:
             found.problems.append(

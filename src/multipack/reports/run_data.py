@@ -36,19 +36,6 @@ class Lines:
         self._offset, self._number = 0, 0
         self._broken: list[int] = []
 
-    def checkpoints(self) -> dict[str, tuple[str, str]]:
-        """Name of each checkpoint → its size, and whether it is `latest`, `best` or incomplete."""
-        run = self.run
-        pointers = [pointer for pointer in (run.latest, run.best) if pointer.is_file()]
-        named = [(each.name, read_file(each).decode("utf-8", errors="replace").strip()) for each in pointers]
-        found = {}
-        for folder in sorted(run.checkpoints.glob("step-*/")):
-            size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
-            remarks = [pointer for pointer, name in named if name == folder.name]
-            remarks += [] if (folder / COMPLETE).is_file() else ["incomplete"]
-            found[folder.name] = (f"{size / 2**20:,.1f} MiB", ", ".join(remarks))
-        return found
-
     @property
     def problems(self) -> list[str]:
         """Problems of the lines so far, a sentence each."""
