@@ -26,14 +26,14 @@ def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
         app.command(help=text.replace("Examples:", "\b\nExamples:"))(command)
 
 
-def argument(name: str, text: str) -> Any:
+def argument(name: str, text: str, **more: Any) -> Any:
     """Return a positional argument whose default is not shown in the help text."""
-    return typer.Argument(metavar=name, help=text, show_default=False)
+    return typer.Argument(metavar=name, help=text, show_default=False, **more)
 
 
 def settings_argument(name: str, text: str) -> Any:
     """Return the argument `words`; it is eager, because the option --settings searches for its words."""
-    return typer.Argument(metavar=name, help=text, show_default=False, is_eager=True)
+    return argument(name, text, is_eager=True)
 
 
 Words = Annotated[
