@@ -130,7 +130,7 @@ def run(command):
         code, output = 0, str(Path(words[1]).mkdir() or "")
     elif words[:2] == ["multipack", "launch"] and "--dry-run" not in words:
         code, output = launched(shortened(words[1:]))
-    elif words[0] == "multipack" and words[1] not in ("watch", "bench"):
+    elif words[0] == "multipack" and words[1] != "watch":
         code, output = called(shortened(words[1:]))
     elif words[0] == "multipack":
         code, output = started(["-m", "multipack", *words[1:]])

@@ -11,7 +11,6 @@ import typer
 
 import multipack
 from multipack.cli.advise_command import advise
-from multipack.cli.bench_command import collectives
 from multipack.cli.command_options import add_commands, fail, option
 from multipack.cli.import_command import import_config
 from multipack.cli.launch_commands import doctor, launch, submit
@@ -52,9 +51,6 @@ def _options(
 
 add_commands(app, train, config, prepare, plan, pack, evaluate, generate, export)
 add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor)
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-add_commands(bench, collectives)
-app.add_typer(bench, name="bench")
 app.add_typer(recipe, name="recipe")
 add_commands(app, import_config)
 

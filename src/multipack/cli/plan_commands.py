@@ -142,7 +142,7 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
     from multipack.reports.summary import corpus_rows
 
     with console.progress("tokenizing") as advance:
-        corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.longest, progress=advance)
+        corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.capacity, progress=advance)
     found, fit = corpus.train, corpus.train_fit
     cut = 0 if fit.policy == "drop" else fit.documents
     name, rows = command.data.path or command.data.source, tuple(corpus_rows(corpus))

@@ -67,10 +67,7 @@ def slot_difference(
 ) -> str:
     """How saved optimizer state differs from this rank's, for an error message; empty if it does not.
 
-    Args:
-        own: this rank's state, see `optimizer_state`.
-        saved: names and whole shapes of the saved state of all parameters.
-        trained: names of the model's parameters that this rank does not hold frozen.
+    `trained` are names of the model's parameters that this rank does not hold frozen.
     """
     parameters = {name.rpartition(".")[0] for name in own}
     unknown = [
@@ -123,11 +120,8 @@ def squared_norms(
 ) -> dict[str, float]:
     """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
 
-    Args:
-        tensors: this rank's tensors by name; missing ones count as zeros.
-        names: names of all tensors of the model, the same on every rank.
-        mesh: the ranks.
-        duplicates: names that this rank holds and another stage of its pipeline counts.
+    `names` are the same on every rank; tensors that this rank lacks count as zeros. Another stage of its pipeline
+    counts `duplicates`.
     """
     held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
     squares = dict.fromkeys(names, 0.0)

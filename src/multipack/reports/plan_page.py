@@ -81,8 +81,8 @@ def _blocks(made: Plan, batch_size: int) -> dict[str, Any]:
     ]
     found = [_documents(made, each) for each in places]
     pack_of = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
-    lengths, added, _, order = (np.concatenate(each) for each in zip(*found, strict=True))
-    below = [np.cumsum(each[2]) - each[2] for each in found]
+    lengths, added, order = (np.concatenate(each) for each in zip(*found, strict=True))
+    below = [np.cumsum(each) - each for _, each, _ in found]
     place = np.argsort(np.argsort(order, kind="stable"))
     in_order = lengths[np.argsort(place)]
     longest = np.maximum.reduceat(in_order, np.arange(0, len(in_order), batch_size))
@@ -101,11 +101,11 @@ def _blocks(made: Plan, batch_size: int) -> dict[str, Any]:
     }
 
 
-def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-    """Length, added tokens, slots and place in the epoch's order of the documents at `places` of `made.order`."""
+def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers]:
+    """Length, added tokens and place in the epoch's order of the documents at `places` of `made.order`."""
     items, inside = made.items, made.order[places]
     lengths, added = items.lengths[items.documents(inside)], items.added(inside)
-    return lengths, added, made.options.slots(added), items.places(made.division.entries[places])
+    return lengths, added, items.places(made.division.entries[places])
 
 
 def _trees(made: Plan) -> list[dict[str, Any]]:

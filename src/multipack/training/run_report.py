@@ -23,7 +23,6 @@ from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training.blueprint import kernels_of
 from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
@@ -201,11 +200,10 @@ def header_rows(run: Trainer) -> Rows:
         style = BY_TYPE[shape.family].title
     style = f"{config.model.architecture} in transformers" if shape.architecture else style
     count = sum(map(math.prod, _shapes(run).values()))
-    tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)
-    kernels = f", liger ({', '.join(liger)})" if liger else ""
+    tokenizer = run.corpus.tokenizer
     return [
         ("device", f"{world.device} ({device})"),
-        ("backend", f"{world.backend}, attention {_attention_backend(run)}{kernels}"),
+        ("backend", f"{world.backend}, attention {_attention_backend(run)}"),
         ("world size", counted(world.size, "processes")),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -353,7 +351,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.noted.lines(), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]

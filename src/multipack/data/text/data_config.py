@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from multipack.planning.options import check_choice
 from multipack.ranges import Count, Positive, Range, Share, check_ranges
@@ -138,13 +137,16 @@ class DataConfig:
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
 
     @staticmethod
-    def preset(name: str) -> dict[str, str] | None:
-        """The settings of `data=SOURCE`; None if `name` is no source."""
+    def preset(name: str) -> dict[str, Any] | None:
+        """The settings of `data=SOURCE`, or of nanoGPT's and wordplay's run on characters; None for other names."""
+        if name == "shakespeare_char":
+            stream = {"source": "text", "documents": "stream", "block_size": 1024}
+            return {**stream, "tokenizer.kind": "char"}
         return {"source": name} if name in get_args(SourceName) else None
 
     @staticmethod
     def preset_names() -> list[str]:
-        """The sources, and the presets in files."""
+        """The names that `data=` accepts."""
         return sorted((*get_args(SourceName), "shakespeare_char"))
 
     def check(self) -> None:
@@ -323,10 +325,15 @@ class TokenizerConfig:
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
-        """The settings of `tokenizer=PATH`; None if `name` is not a path."""
-        named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
-        is_path = name.endswith(".json") or Path(name).exists()
-        return {"kind": "file", "path": name} if is_path and not named.is_file() else None
+        """The settings of `tokenizer=KIND` and `tokenizer=PATH`; None for other names."""
+        if name in get_args(TokenizerKind):
+            return {"kind": name}
+        return {"kind": "file", "path": name} if name.endswith(".json") or Path(name).exists() else None
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        """The kinds that `tokenizer=` accepts."""
+        return list(get_args(TokenizerKind))
 
     def check(self) -> None:
         """Check every setting and their combination; raises `ValueError`."""

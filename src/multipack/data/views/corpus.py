@@ -343,7 +343,7 @@ def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Co
         train=validation.take([]),
         validation=validation,
         description=f"{arriving.name}, documents as they arrive",
-        train_fit=arriving.report,
+        train_fit=arriving.fit,
         validation_fit=arriving.validation_fit,
         skipped=[],
         store_path=validation.store.path,
