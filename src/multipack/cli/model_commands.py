@@ -1,4 +1,4 @@
-"""Commands on trained models: evaluate, generate, export; and version."""
+"""Commands on trained models: evaluate, generate, export."""
 
 from __future__ import annotations
 
@@ -127,10 +127,3 @@ def export(
     console.line(
         f"\nto load it:\n{loading_code(made)}\n\nto publish it:\n  hf upload OWNER/NAME {shlex.quote(str(made))}"
     )
-
-
-def version() -> None:
-    """Print the version."""
-    import multipack
-
-    typer.echo(multipack.__version__)

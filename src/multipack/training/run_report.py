@@ -125,7 +125,7 @@ def _left_out(corpus: Corpus) -> list[str]:
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import loss_curve, write_page
 
     console, folder, log = run.console, run.run, run.files.log
@@ -142,7 +142,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-        console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
+        console.line("\nloss by step\n" + "\n".join(loss_curve(RunData(folder.path), LINE)))
     files = [folder.path]
     files += [folder.latest_checkpoint()] if folder.latest.is_file() else []
     files += (

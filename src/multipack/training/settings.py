@@ -182,8 +182,7 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    RETIRED: ClassVar[tuple[str, ...]] = ("lr_scaling", "reference_tokens")
-    """Settings that saved runs may have and that are gone."""
+    RETIRED: ClassVar[dict[str, Any]] = {"decay_shape": "linear", "lr_scaling": "none", "reference_tokens": 0}
 
     name: OptimizerName = DEFAULT_OPTIMIZER
     """AdamW, its moments in 32, 16 or 8 bits, or Muon for matrices of blocks."""
@@ -215,12 +214,6 @@ class OptimizerConfig:
     """Fused AdamW kernel: auto = where the device has one; false = several kernels (foreach)."""
     clip: Amount = 1.0
     """Maximum global norm of the gradient; 0 = no clipping."""
-
-    RETIRED: ClassVar[dict[str, Any]] = {
-        "decay_shape": "linear",
-        "lr_scaling": "none",
-        "reference_tokens": 0,
-    }
 
     def __post_init__(self) -> None:
         """Check ranges."""
