@@ -13,7 +13,7 @@ A group (a dataclass that is a field of the schema) may define
 - `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
 - `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
   ones unless it is 0, so a word for one of them sets the later ones to 0,
-- `RETIRED`: names of fields of earlier versions, which `base`, the values of a saved run, may have.
+- `RETIRED`: names of fields of earlier versions, or `name=value`, which `base`, the values of a saved run, may have.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def merge(
     pairs = _translated(map(split, words), translate)
     ignored = set(dict(pairs))  # a saved value need not be legal any more if a word replaces it
     ignored |= {f"{group}.{name}" for group, kind in groups.items() for name in getattr(kind, "RETIRED", ())}
-    layers = [{key: value for key, value in flatten(base or {}).items() if key not in ignored}]
+    saved = flatten(base or {}).items()
+    layers = [{key: value for key, value in saved if not {key, f"{key}={value}"} & ignored}]
     for _, path in (pair for pair in pairs if pair[0] == "config"):
         given = read_yaml(path)
         empty = {str(key): value for key, value in given.items() if value == {} and key not in groups}

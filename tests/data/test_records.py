@@ -229,30 +229,6 @@ def test_text_becomes_turns_with_as_chat(read):
         list(read({"text": "a"}, as_chat=True))
 
 
-def test_alpaca_prompts_of_other_styles(read):
-    record = {"instruction": "Add {1}.", "input": "<|end|> 1", "output": "3"}
-    (document,) = read(record, format="alpaca", alpaca_prompt="phi")
-    task = (
-        "Below is an instruction that describes a task, paired with an input that provides further context."
-    )
-    expected = "<|user|>\nAdd {1}.<|end|><|end|> 1<|assistant|>3"
-    assert text(document.parts).startswith(f"<|system|>\n{task} Write")
-    assert text(document.parts).endswith(expected)
-    special = [part.text for part in document.parts if part.is_special]
-    assert special == [
-        "<|system|>",
-        "<|end|>",
-        "<|user|>",
-        "<|end|>",
-        "<|assistant|>",
-    ]  # none of the record's
-    assert text(document.parts, targets=True) == "3"
-    (document,) = read({**record, "input": ""}, format="alpaca", alpaca_prompt="chat")
-    assert text(document.parts).endswith("request.\nUSER: Add {1}.\nASSISTANT:3")
-    with pytest.raises(ValueError, match=r"data.alpaca_prompt=chat is for instructions"):
-        list(read({"text": "a"}, alpaca_prompt="chat"))
-
-
 def test_system_messages_are_left_out(read):
     records = [{"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}]
     first, second = read(*records, drop_system=True)

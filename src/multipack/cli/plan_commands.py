@@ -268,7 +268,6 @@ def pack(
     Examples:
       multipack pack lengths.npy plan.capacity=8192
       multipack pack lengths.npy plan.capacity=8192 method=fewest out=packs.npz
-      multipack pack counts.npy plan.capacity=512 method=fewest histogram=true
 
     `multipack pack --settings` lists all settings.
     """
@@ -284,7 +283,7 @@ def pack(
 
     command = merge(PackCommand, words or [], translate=translate)
     capacity, limit = command.plan.capacity, command.plan.max_documents or None
-    lengths = read_lengths(Path(source), capacity, command.histogram)
+    lengths = read_lengths(Path(source), capacity)
     console = Console(stream=sys.stderr if as_json else None)
     started = time.perf_counter()
     with console.notice(PLANNING):

@@ -96,8 +96,6 @@ class PackCommand:
     """Algorithm; `fewest` searches for the minimum number of packs, and for a proof of it."""
     time_budget: float = 10.0
     """CPU seconds after which `fewest` returns its best packs and lower bound."""
-    histogram: bool = False
-    """The file counts documents by length: entry i is the number of documents of i + 1 tokens."""
     out: str = ""
     """File for the packs (.npz: order, offsets, lower_bound, capacity); empty = no file."""
 

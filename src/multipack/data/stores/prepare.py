@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -219,21 +220,24 @@ def _write_part(
 def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
-    The first of several duplicates remains, and `source.noted` counts the others. Each item that remains takes some
-    100 bytes of memory, for 16 bytes of BLAKE2b over its texts and targets. (Two of 10¹² different items share a hash
-    with a probability of about 10⁻¹⁵.)
+    The first of several duplicates remains, and `source.noted` counts the others. Items are compared by 16 bytes of
+    BLAKE2b over their texts and targets. (Two of 10¹² different items share a hash with a probability of about 10⁻¹⁵.)
     """
-    seen, form = set[bytes](), source.find_form()
-    for item in source.items():
-        if source.config.dedup:
+    if not source.config.dedup:
+        yield from source.items()
+        return
+    form = source.find_form()
+    with closing(sqlite3.connect("")) as seen:  # a temporary file: items that remain take no memory
+        seen.execute("PRAGMA cache_size = -65536")  # KiB: 4 million items before the file is read and written
+        seen.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+        for item in source.items():
             own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
-            if digest in seen:
+            if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", [digest]).rowcount:
+                yield item
+            else:
                 source.noted.skip("duplicates", item[0].name)
-                continue
-            seen.add(digest)
-        yield item
 
 
 def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:

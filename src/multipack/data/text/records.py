@@ -121,11 +121,6 @@ class RecordForm:
                 f" ({form.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
                 " data.fields, with data.format=chat"
             )
-        if config.alpaca_prompt != "instruct" and (name != "alpaca" or is_chat):
-            raise ValueError(
-                f"data.alpaca_prompt={config.alpaca_prompt} is for instructions and outputs as text, but this is"
-                f" {name} ({form.describe()}); leave it out"
-            )
         if config.drop_system and not is_chat:
             raise ValueError(f"data.drop_system=true is for messages, but this is {name}; leave it out")
         return form
@@ -334,7 +329,7 @@ class RecordReader:
             if form.name == "alpaca":
                 from multipack.data.text.alpaca import alpaca_prompt
 
-                prompt = alpaca_prompt(config.alpaca_prompt, *context)
+                prompt = [TextPart(alpaca_prompt(*context), False)]
             parts = [(*prompt, TextPart(answer, True)) for answer in answers]
             return [], lambda _: self._found(name, parts, weight, notes, takes_end=True)
         tools = read_tools(record.get(form.tools), form.tools)

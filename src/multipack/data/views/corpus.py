@@ -242,7 +242,7 @@ def _load_stored(
     if data.source == "mixture":
         train, validation, shares = _mixed(stores, parts, data)
         shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
-        description = f"mixture by {data.weigh_by}: {shown}"
+        description = f"mixture by tokens: {shown}"
     store, train_fit = train.store, reduce(add, (part.train_fit for part in parts))
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
@@ -309,7 +309,7 @@ def _mixed(
     own, held = _within_joined(stores, names, trains, validations)
     from multipack.data.views.mixture import mix
 
-    train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+    train, shares = mix(own, names, data.weights, data.split_seed)
     return train, Documents.joined(held), shares
 
 
