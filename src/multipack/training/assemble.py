@@ -164,7 +164,7 @@ def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str
     documents = corpus.train if len(corpus.train) else corpus.validation
     if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
         return []
-    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
+    if not (documents.size > 1 or documents.prompt_length(0)):
         return []
     if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
         return []
@@ -343,7 +343,7 @@ def open_model(
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    if corpus.arriving is not None or corpus.train.store.item_size == 1:
+    if corpus.arriving is not None or corpus.train.size == 1:
         return Objective(config, corpus)
     from multipack.training.preferences import Preferences
 

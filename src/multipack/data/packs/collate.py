@@ -275,7 +275,7 @@ class PreferencePairs:
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
-        if documents.store.item_size != 2:
+        if documents.size != 2:
             raise ValueError(f"{documents.store.path} holds no pairs: prepare data.format=preference")
         self.documents, self.reference = documents, reference
 

@@ -91,15 +91,10 @@ class FlatTokens:
             for shard, base in zip(store.shards, np.cumsum(sizes) - sizes, strict=True)
         ]
         begin = np.concatenate(bases)
-        if store.item_size > 1:
-            numbers = documents.store_numbers
-            starts, lengths = begin[numbers], store.lengths[numbers]
-        else:
-            starts, lengths = begin[pieces["document"]] + pieces["start"], documents.lengths
+        starts, lengths = begin[pieces["document"]] + pieces["start"], np.ascontiguousarray(pieces["length"])
         copied = np.flatnonzero(pieces["prefix"])  # pieces that repeat the prompt are not contiguous
         if len(copied):
             parts += [documents[number].tokens for number in copied.tolist()]
-            starts = starts.copy()
             starts[copied] = int(sizes.sum()) + offsets_of(lengths[copied])[:-1]
         return cls(parts[0] if len(parts) == 1 else np.concatenate(parts), starts, lengths)
 
@@ -196,7 +191,7 @@ class SharedPrefixes(ItemSource):
         Raises:
             ValueError: `pairs`, but the documents are not pairs; see the class.
         """
-        pairs = documents.store.item_size > 1
+        pairs = documents.size > 1
         if share == "pairs" and not pairs:
             raise ValueError(
                 "data.share_prefixes=pairs is about preference pairs, which these documents are not: use groups or all"
@@ -300,7 +295,7 @@ def _numbered(groups: ArrayLike, entries: int) -> Integers:
 
 def _groups_of(documents: Documents, tokens: FlatTokens) -> Integers:
     """(entries,) the group of each entry: neighbors with the same prompt share it."""
-    order = np.arange(0, len(tokens.starts), documents.store.item_size)
+    order = np.arange(0, len(tokens.starts), documents.size)
     common = tokens.common(order)
     prompts = np.array([documents.prompt_length(number) for number in range(len(documents))], dtype=np.int64)
     before = np.append(-1, prompts[:-1])
