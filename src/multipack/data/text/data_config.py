@@ -121,15 +121,13 @@ class DataConfig:
     """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
     """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
-    stage: str = ""
-    """Copy token stores first, to this folder of the host, such as /dev/shm; empty = read in place."""
     readers: Count = 0
     """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
-    RETIRED: ClassVar[tuple[str, ...]] = ("alpaca_prompt", "weigh_by", "mixture_ends", "stage=memory")
+    RETIRED: ClassVar[tuple[str, ...]] = ("alpaca_prompt", "weigh_by", "mixture_ends", "stage")
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
@@ -179,11 +177,9 @@ class DataConfig:
                     f"data.{changed[0]}={getattr(self, changed[0])} has no effect with data.source={self.source}, only"
                     f" with {', '.join(sources)}: {hint}"
                 )
-        if self.stage == "memory":  # of earlier versions
-            raise ValueError("data.stage=memory: name a folder; data.stage=/dev/shm is memory, once a host")
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        for name in ("stage", "readers", "dedup", "weight_field"):
+        for name in ("readers", "dedup", "weight_field"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
