@@ -230,7 +230,7 @@ SLOW_RUNS = [
     Case(4, "", DEEP, "parallel.pipeline=2 parallel.tensor=2 parallel.schedule=interleaved"),
     Case(4, "", "", "parallel.context=2 parallel.tensor=2"),
     Case(4, "", "", "parallel.data=zero3 parallel.offload=cpu train.tiles=3"),
-    Case(4, "", "", "data.readers=2 data.stage=memory"),
+    Case(4, "", "", "data.readers=2"),
     Case(2, "pairs", SMOOTH, "parallel.tensor=2"),
     Case(2, "pairs", REWARD, "parallel.data=zero3"),
     Case(2, "pairs", REWARD, "parallel.data=zero1"),
@@ -417,7 +417,7 @@ DRAWN = [
 WAYS = [
     ["", "train.recompute=full", "train.recompute=selective"],
     ["", "", "train.tiles=3"],
-    ["", "", "data.readers=1", "data.stage=memory"],
+    ["", "", "data.readers=1"],
     ["", "train.checkpoint_async=true"],
 ]
 

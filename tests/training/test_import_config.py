@@ -85,7 +85,6 @@ def test_documents_of_every_kind(imported):
     assert read == ("huggingface", "train[:5%]", ["turns"])
     assert (config.data.validation, config.train.eval_every) == (0.05, 50)
     assert imported(datasets=[{**chats, "drop_system_message": True}])[1].data.drop_system
-    assert imported(datasets=[{"path": "a/b", "type": "alpaca:phi"}])[1].data.alpaca_prompt == "phi"
     _, config = imported(datasets=[{"path": "web/a.jsonl.gz", "type": "completion", "field": "body"}])
     assert (config.data.source, config.data.fields, config.data.overlong) == ("jsonl", ["body"], "split")
     stream = {"path": "allenai/c4", "name": "en", "type": "pretrain"}

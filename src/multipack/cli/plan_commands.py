@@ -214,7 +214,6 @@ def pack(
     Examples:
       multipack pack lengths.npy plan.capacity=8192
       multipack pack lengths.npy plan.capacity=8192 method=fewest out=packs.npz
-      multipack pack lengths.npy plan.capacity=512 method=next_fit
 
     `multipack pack --settings` lists all settings.
     """

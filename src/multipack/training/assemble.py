@@ -163,7 +163,7 @@ def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str
     documents = corpus.train if len(corpus.train) else corpus.validation
     if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
         return []
-    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
+    if not (documents.size > 1 or documents.prompt_length(0)):
         return []
     if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
         return []
@@ -324,7 +324,7 @@ def open_model(config: Config, corpus: Corpus, start: Start, mesh: Mesh) -> Open
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    if corpus.arriving is not None or corpus.train.store.item_size == 1:
+    if corpus.arriving is not None or corpus.train.size == 1:
         return Objective(config, corpus)
     from multipack.training.preferences import Preferences
 
@@ -453,9 +453,8 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
-        staged = [Detail(corpus.staged)] if corpus.staged else []
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
-        self.notes = [*staged, *warnings, *notes]
+        self.notes = [*warnings, *notes]
         self.training: Feed
         self.steps = train.steps  # 0 = as many as `train.epochs` has, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch

@@ -247,7 +247,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
     """The settings: for pairs with their reference model, for other documents without preferences."""
     config = request.config
-    if corpus.validation.store.item_size == 1:
+    if corpus.validation.size == 1:
         return replace(config, preference=PreferenceConfig())
     objective = objective_of(config, corpus)
     needed = isinstance(objective, Preferences) and objective.loss.uses_reference
