@@ -120,13 +120,15 @@ class DataConfig:
     """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
     """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
+    stage: str = ""
+    """Copy token stores first, to this folder of the host, such as /dev/shm; empty = read in place."""
     readers: Count = 0
     """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
-    RETIRED: ClassVar[tuple[str, ...]] = ("alpaca_prompt", "weigh_by", "mixture_ends", "stage")
+    RETIRED: ClassVar[dict[str, Any]] = {"alpaca_prompt": "instruct", "weigh_by": "tokens", "mixture_ends": "all"}
 
     @staticmethod
     def preset(name: str) -> dict[str, Any] | None:
@@ -181,7 +183,7 @@ class DataConfig:
                 )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        for name in ("readers", "dedup", "weight_field"):
+        for name in ("stage", "readers", "dedup", "weight_field"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
@@ -314,7 +316,6 @@ class TokenizerConfig:
     """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
 
     PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
-    RETIRED: ClassVar[tuple[str, ...]] = ("kind=gpt2", "kind=mistral")
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
