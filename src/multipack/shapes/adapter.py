@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -166,11 +166,6 @@ class AdapterConfig:
                 f"adapter.quantize={self.quantize} has blocks of {block} numbers, and parallel.tensor={ranks} no"
                 f" whole ones in rows of {' and '.join(names)}: use {advice}adapter.quantize={other}"
             )
-
-    def differing(self, other: AdapterConfig) -> list[str]:
-        """Fields that change what the adapter computes and have another value in `other`."""
-        names = [each.name for each in fields(self) if each.name not in ("base", "base_hash", "dropout")]
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 def _names(pattern: str) -> Iterable[str]:
