@@ -153,7 +153,7 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
     found = family.switches_of(fields["d_model"]) | {"bias": family.always_bias}
     if "window" not in family.fields and not config.get("use_sliding_window"):
         found |= {"window": 0, "window_layers": 0, "full_every": 0}
-    return found | {setting.field: setting.read(config, fields) for setting in family.settings}
+    return found | {each.field: each.read(config, fields) for each in family.settings if each.read}
 
 
 def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:

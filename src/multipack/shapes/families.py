@@ -41,8 +41,8 @@ class Setting:
 
     Attributes:
         field: of `ModelShape`.
-        read: (content, fields read before) → the field's value.
-        write: shape → the settings that state it.
+        read: (content, fields read before) → the field's value; None = it was read before.
+        write: shape → the settings that state it, unless another field's do.
         fits: shape → whether the settings can state its value.
         contradicts: content → the settings for which the decoder would compute another function.
 
@@ -50,8 +50,8 @@ class Setting:
     """
 
     field: str
-    read: Callable[[Config, Fields], Any]
-    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[Config, Fields], Any] | None = None
+    write: Callable[[Any], dict[str, Any]] = lambda _: {}
     fits: Callable[[Any], bool] = lambda _: True
     contradicts: Callable[[Config], list[str]] = lambda _: []
 
@@ -77,11 +77,7 @@ BIAS = Setting(
     lambda shape: {"attention_bias": shape.bias, "mlp_bias": shape.bias},
     contradicts=_biases_differ,
 )
-WINDOW = Setting(
-    "window",
-    lambda _, fields: fields.get("window", 0),
-    lambda shape: {"sliding_window": shape.window or None},
-)
+WINDOW = Setting("window", write=lambda shape: {"sliding_window": shape.window or None})
 
 
 def _layer_types(shape: Any) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def _layer_types(shape: Any) -> dict[str, Any]:
     return written | ({"sliding_window_pattern": shape.full_every} if shape.full_every else {})
 
 
-SOME_WINDOWS = (WINDOW, Setting("full_every", lambda _, fields: fields.get("full_every", 0), _layer_types))
+SOME_WINDOWS = (WINDOW, Setting("full_every", write=_layer_types))
 
 
 def window_theta(name: str) -> Setting:
@@ -151,7 +147,6 @@ NO_ROPE_LAYERS = Setting(
 UNROTATED_WHERE_FULL = Setting(
     "unrotated_every",
     lambda _, fields: fields.get("full_every", 0),
-    lambda _: {},  # written with `full_every`
     fits=lambda shape: shape.unrotated_every == shape.full_every,
 )
 ATTENTION_MULTIPLIER = Setting(
@@ -186,7 +181,7 @@ def _growth(config: Config, _: Fields) -> float:
     return real_of(both, ("llama_4_scaling_beta",), 0.0)
 
 
-ATTENTION_GROWTH = Setting("attention_growth", _growth, lambda _: {})  # written in rope_parameters
+ATTENTION_GROWTH = Setting("attention_growth", _growth)  # written in rope_parameters
 ATTENTION_CAP = _number("attention_cap", "attn_logit_softcapping", 0.0)
 LOGIT_CAP = _number("logit_cap", "final_logit_softcapping", 0.0)
 EMBEDDING_SCALE = _number("embedding_scale", "embedding_multiplier", 1.0)
