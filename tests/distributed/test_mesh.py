@@ -1,8 +1,8 @@
 """The mesh: ranks of one model replica get the same packs, replicas different ones; groups and hosts."""
 
-import socket
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,12 +76,8 @@ def test_torchs_mesh_is_the_same_grid(pools, words):
 def told_of_hosts(world, of_host):
     """What a run tells about its ranks, so many of which share a host."""
     config = compose(["parallel.tensor=2"])
-    before = socket.gethostname
-    socket.gethostname = lambda: f"host{world.rank // of_host}"
-    try:
+    with mock.patch("socket.gethostname", return_value=f"host{world.rank // of_host}"):
         return packs_per_step(config, build_mesh(config.parallel, world))[1]
-    finally:
-        socket.gethostname = before
 
 
 def test_tensors_divided_over_hosts_are_warned_about(pools):
