@@ -113,9 +113,8 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
             " parallel.context_method=ulysses, or data.share_prefixes=off"
         )
     if placing is not None:
-        placement, computed = placing(batch.lengths[: batch.num_documents], slots)
+        placement = placing(batch.lengths[: batch.num_documents], slots)
         if placement is not None:
-            each = int(computed[rank])
             schedule = Schedule.of(placement, rank, each)
             tokens = schedule.tokens
     own: dict[str, Any] = {
@@ -131,17 +130,11 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
 
 def _targets_of(batch: PackedBatch, tree: PackedTree, piece: slice) -> dict[str, Any]:
     """The targets of some slots of a pack whose documents share tokens, and a tree with their rows."""
-    inside = (tree.loss_slots >= piece.start) & (tree.loss_slots < piece.stop)
-    kept = inside[tree.target_rows]
-    rows = inside.cumsum(0) - 1  # of the slots inside, counted from 0
+    kept = (tree.target_slots >= piece.start) & (tree.target_slots < piece.stop)
     return {
         "targets": batch.targets[kept],
         "weights": None if batch.weights is None else batch.weights[kept],
-        "tree": replace(
-            tree,
-            loss_slots=tree.loss_slots[inside] - piece.start,
-            target_rows=rows[tree.target_rows[kept]],
-        ),
+        "tree": replace(tree, target_slots=tree.target_slots[kept] - piece.start),
     }
 
 
