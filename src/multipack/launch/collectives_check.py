@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from multipack.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -19,6 +20,12 @@ TIMEOUT_SECONDS = 60.0
 """Timeout of one collective."""
 
 
+def _from_first(own: Tensor) -> Tensor:
+    received = own.clone()
+    dist.broadcast(received, 0)
+    return received
+
+
 def wrong_results(world: World) -> dict[str, list[int]]:
     """Name of each collective → ranks with a wrong result; collective. Sums of small integers are exact."""
     everybody = [torch.arange(2.0 * world.size) + rank for rank in range(world.size)]
@@ -27,6 +34,7 @@ def wrong_results(world: World) -> dict[str, list[int]]:
         "all_reduce": (all_reduce, total),
         "all_gather": (all_gather, torch.cat(everybody)),
         "reduce_scatter": (reduce_scatter, total.chunk(world.size)[world.rank]),
+        "broadcast": (_from_first, everybody[0]),
         "all_to_all": (all_to_all, torch.cat([each.chunk(world.size)[world.rank] for each in everybody])),
     }
     own = everybody[world.rank].to(world.device)
