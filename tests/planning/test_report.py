@@ -75,7 +75,6 @@ def test_a_report_by_hand():
     assert report.mean_length_spread is None
     assert report.kappa == pytest.approx((57_257 + 30) / (57_257 + 1500 / 70))
     assert report.late_share == 0
-    assert measure.report(made, 2, split_documents=3).split_documents == 3
 
 
 def test_ranks_that_do_not_divide_the_packs_pad_more():

@@ -91,8 +91,11 @@ def report_rows(
             "dropped",
             f"{counted(report.dropped_documents, 'documents')}, {counted(report.dropped_tokens, 'tokens')}",
         ),
-        *_count_row("carried", report.carried_documents, "documents, trained first in the next epoch"),
-        *_count_row("split", report.split_documents, "documents longer than a pack, truncated or split"),
+        *(
+            [("carried", f"{report.carried_documents:,} documents, trained first in the next epoch")]
+            if report.carried_documents
+            else []
+        ),
         ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
         (
             "padding instead",
@@ -183,11 +186,6 @@ def _order_rows(report: PlanReport) -> Rows:
         return [("displacement", moved)]
     spread = f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps"
     return [("displacement", moved), ("mean length", spread)]
-
-
-def _count_row(name: str, count: int, meaning: str) -> Rows:
-    """Return one row, or none for a count of 0."""
-    return [(name, f"{count:,} {meaning}")] if count else []
 
 
 def context_table(methods: Sequence[ContextMeasure]) -> tuple[list[str], list[list[str]]]:
