@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +46,3 @@ class AttentionPairs(NamedTuple):
     def take(self, items: NDArray[np.integer[Any]]) -> AttentionPairs:
         """Attention of these items."""
         return AttentionPairs(*(values[items] for values in self))
-
-
-AttentionOf = Callable[[NDArray[Any]], AttentionPairs | None]
-"""Numbers of items → their attention; None = each is one document, whose attention follows from its length."""
-
-
-def each_alone(items: NDArray[Any]) -> None:
-    """Attention of items that are one document each."""
