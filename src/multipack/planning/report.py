@@ -88,8 +88,6 @@ class PlanReport:
     """99th percentile of that number of steps."""
     displacement_max: float
     """Maximum of that number of steps."""
-    late_share: float
-    """Share of documents that moved further than the window."""
     longest_wait: int
     """Maximum number of steps between the first step with a later document and a document's own step."""
     mean_length_spread: float | None
@@ -149,7 +147,6 @@ def report(
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
-        late_share=float(np.mean(moved > made.options.window)),
         longest_wait=longest_wait(made),
         mean_length_spread=mean_length_spread(made),
         kappa=kappa(planned, made.costs(order)),

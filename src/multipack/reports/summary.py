@@ -180,7 +180,7 @@ def _order_rows(report: PlanReport) -> Rows:
     moved = (
         f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
         f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f};"
-        f" {report.late_share:.2%} moved further than the window, longest wait {counted(report.longest_wait, 'steps')}"
+        f" longest wait {counted(report.longest_wait, 'steps')}"
     )
     if report.mean_length_spread is None:
         return [("displacement", moved)]
