@@ -51,7 +51,7 @@ WEIGHTS = ("linear", "quadratic", "sliding")
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of documents for one model: integers for plans, FLOPs, and seconds if they were measured.
+    """The cost of documents for one model: integers for plans, and FLOPs.
 
         cost(l) = linear·l + quadratic·l(l+1) + sliding·2·Σ_{t ≤ l} min(t, window)
 
