@@ -17,7 +17,7 @@ from multipack.data.packs.collate import PackedCollator, PreferenceCollator, Pre
 from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.preference import PreferenceDecoder
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.logits import LossOptions
 from multipack.shapes import ModelShape
 
 VOCABULARY, CONTEXT = 11, 24
@@ -87,12 +87,8 @@ CASES = {
 
 def compare(name, documents, min_prefix, weighting, pad_to, dtype, options):
     """A shared pack against one that shares nothing."""
-
-    def loss(*inputs, **more):
-        return linear_cross_entropy(*inputs, **more, **options)
-
     torch.manual_seed(3)
-    model = Decoder(SHAPES[name], training_loss=loss).to(dtype)
+    model = Decoder(SHAPES[name], loss_options=LossOptions(**options)).to(dtype)
     given = {"pad_to": pad_to, "loss_weighting": weighting, "weighted": True}
     shared = PackedCollator(8, CONTEXT, min_prefix=min_prefix, **given)(documents)
     plain = PackedCollator(8, CONTEXT, **given)(documents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.ranges import Amount, Count, Positive, Range, check_ranges
@@ -61,7 +61,7 @@ class ParallelConfig:
     World size = pipeline × data-parallel ranks × context × tensor; the number of data-parallel ranks follows from it.
     """
 
-    RETIRED: ClassVar[tuple[str, ...]] = ("context_slack",)
+    RETIRED: ClassVar[dict[str, Any]] = {"context_slack": 0.0}
     """Settings that saved runs may have and that are gone."""
 
     data: Data = "ddp"
@@ -159,12 +159,10 @@ class ParallelConfig:
     def resolved(self, shape: ModelShape, limited: bool = False) -> ParallelConfig:
         """The same settings, with ulysses in place of auto where the kernels of planned are not exact.
 
-        Args:
-            shape: shape of the decoder.
-            limited: whether the settings choose a backend, which only ulysses calls, or documents share tokens.
+        `limited`: the settings choose a backend, which only ulysses calls, or documents share tokens.
         """
-        limited = bool(limited or shape.window or shape.explicit_scores or shape.architecture)
-        return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
+        is_auto = self.context_method == "auto"
+        return replace(self, context_method="ulysses") if is_auto and (limited or _unplanned(shape)) else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:
         """How context ranks place packs, with elements of `size` bytes; None: ulysses, or cost without shape."""
@@ -259,12 +257,7 @@ class ParallelConfig:
     ) -> None:
         """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
-        Args:
-            shape: shape of the decoder; a vocabulary of 0 is not known yet and not checked.
-            world_size: number of processes of the run.
-            capacity: maximum number of slots of a pack.
-            dtype: precision of forward passes.
-            resumed: whether the shape comes from a saved run and cannot change.
+        A vocabulary of 0 is not known yet and not checked. The shape of a run that is `resumed` cannot change.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
@@ -298,21 +291,15 @@ class ParallelConfig:
                 )
         near = self._nearest_ranks("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
         fewer = f" parallel.context={near}" if near != context else ""
-        if context > 1 and method == "planned" and (shape.window or shape.explicit_scores):
-            name = "window" if shape.window else shape.explicit_scores
+        unplanned = _unplanned(shape)
+        if context > 1 and method == "planned" and unplanned:
             yield (
                 "parallel.context_method=planned has its own attention kernels, without windows and soft caps, and"
-                f" this model has model.{name}={getattr(shape, name):g}: use parallel.context_method=ulysses{fewer}"
-            )
-        if context > 1 and method == "planned" and shape.architecture:
-            yield (
-                "parallel.context_method=planned has its own attention kernels, and model=hf:"
-                f"{shape.architecture} calls those of transformers: use parallel.context_method=ulysses{fewer}"
+                f" this model has {unplanned}: use parallel.context_method=ulysses{fewer}"
             )
         if context > 1 and method == "ulysses" and near != context:
             beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
-            limited = shape.window or shape.explicit_scores or shape.architecture
-            other = "" if limited else ", or parallel.context_method=planned"
+            other = "" if unplanned else ", or parallel.context_method=planned"
             yield (
                 f"parallel.context={context} (ulysses){beside} divides heads among {tensor * context} ranks, and"
                 f" model.heads={shape.heads} is no multiple of that: use parallel.context={near}{other}"
@@ -349,6 +336,14 @@ class ParallelConfig:
         given = int(getattr(self, name))
         available = world_size // (self.model_ranks // given)
         return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)
+
+
+def _unplanned(shape: ModelShape) -> str:
+    """What the attention of a model has and `planned` does not compute; empty = nothing."""
+    if shape.architecture:
+        return f"the attention of transformers (model=hf:{shape.architecture})"
+    name = "window" if shape.window else shape.explicit_scores
+    return f"model.{name}={getattr(shape, name):g}" if name else ""
 
 
 def _divisors(size: int) -> list[int]:

@@ -18,7 +18,7 @@ nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` ha
     cu_seqlens     0 3 5 6 8                                    (nodes + 1,)
     key_slots      0 1 2   0 1 2 3 4   0 1 2 5   6 7            the path of each node: what its queries see
     targets        p p a a   p p b   c                          (n,) document after document, at the slots
-                   0 1 2 3   0 1 2   6                          tree.loss_slots[tree.target_rows]
+                   0 1 2 3   0 1 2   6                          tree.target_slots
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class PackedTree(Movable):
         max_seqlen_k: tokens of the longest path, rounded up like `max_seqlen`.
         lengths_k: tokens of each path, on the host.
         ends: (T,) int32: the slots from i to ends[i] − 1 see slot i, and no others do.
-        loss_slots: (R,) int64 slots with a target, ascending.
-        target_rows: (n,) int64 for each target of `PackedBatch.targets` the index of its slot in `loss_slots`.
+        target_slots: (n,) int64 slot of each target of `PackedBatch.targets`.
         target_bounds: (D + 1,) int64 starts of the documents' targets, and n.
         last_slots: (D,) int64 slot of each document's last token.
     """
@@ -85,8 +84,7 @@ class PackedTree(Movable):
     max_seqlen_k: int
     lengths_k: tuple[int, ...]
     ends: Tensor
-    loss_slots: Tensor
-    target_rows: Tensor
+    target_slots: Tensor
     target_bounds: Tensor
     last_slots: Tensor
 
@@ -114,7 +112,6 @@ class PackedTree(Movable):
         places = [np.flatnonzero(targets != IGNORE) for targets in shifted]
         slots = np.concatenate([path[place] for path, place in zip(of_documents, places, strict=True)])
         targets = np.concatenate([each[place] for each, place in zip(shifted, places, strict=True)])
-        loss_slots, target_rows = np.unique(slots, return_inverse=True)
         lengths = [len(path) for path in paths]
         made = cls(
             key_slots=torch.from_numpy(np.concatenate(paths)),
@@ -122,8 +119,7 @@ class PackedTree(Movable):
             max_seqlen_k=rounded(max(lengths)),
             lengths_k=tuple(lengths),
             ends=torch.from_numpy(np.repeat(ends, sizes).astype(np.int32)),
-            loss_slots=torch.from_numpy(loss_slots),
-            target_rows=torch.from_numpy(target_rows),
+            target_slots=torch.from_numpy(slots),
             target_bounds=torch.from_numpy(np.cumsum([0, *map(len, places)])),
             last_slots=torch.from_numpy(np.array([path[-1] for path in of_documents])),
         )
