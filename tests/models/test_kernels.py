@@ -5,7 +5,6 @@ Liger's kernels need a GPU. A stand-in has functions of the same names and argum
 
 import sys
 from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from multipack.models.decoder import Decoder
 from multipack.models.kernels import MODULE, use_liger
 from multipack.models.recompute import recompute_blocks
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.logits import LossOptions
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.blueprint import kernels_of
 from multipack.training.run_config import compose
@@ -100,8 +99,7 @@ def test_losses_and_gradients_are_those_of_torch(liger, pack, document, shape):
     results = []
     for kernels in ([], ALL):
         torch.manual_seed(0)
-        model = Decoder(shape)
-        model.training_loss = partial(linear_cross_entropy, z_loss=1e-3, label_smoothing=0.1)
+        model = Decoder(shape, loss_options=LossOptions(z_loss=1e-3, label_smoothing=0.1))
         nn.init.normal_(model.norm.weight)
         use_liger(model, kernels, liger)
         recompute_blocks(model, "full")

@@ -5,8 +5,8 @@
     SwiGLU                 LigerSiLUMulFunction                      other activations, compiled blocks
     RoPE                   LigerRopeFunction, in place               learned positions, partial rotary, compiled blocks,
                                                                      selective checkpointing, which keeps its inputs
-    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, soft caps, packs
-                                                                     that share tokens, tensor parallelism
+    linear cross-entropy   LigerFusedLinearCrossEntropyFunction      weighted targets, tiles, soft caps,
+                                                                     tensor parallelism
 
 In models of transformers only the last is used. The gradient of the output matrix is summed in float32 and
 rounded to the dtype of products, once; ours is not rounded.
@@ -26,9 +26,9 @@ from multipack.models.decoder import Decoder
 from multipack.models.layers import Attention, FeedForward
 from multipack.models.rotary import Rotation
 from multipack.ops.autocast import in_autocast_dtype
+from multipack.ops.logits import LossOptions
 from multipack.ops.loss import linear_cross_entropy
 from multipack.ops.norm import OffsetRMSNorm, RMSNorm
-from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
 
 Kernel = Literal["RMSNorm", "SwiGLU", "RoPE", "linear cross-entropy"]
@@ -41,8 +41,8 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
 
     Args:
         shape: of the decoder.
-        settings: values of train.compile, train.recompute, train.tiles, train.loss_weighting, data.weight_field,
-            data.share_prefixes and parallel.tensor.
+        settings: values of train.compile, train.recompute, train.tiles, train.loss_weighting, data.weight_field
+            and parallel.tensor.
     """
     given = {**settings, **{f"model.{name}": value for name, value in shape.to_dict().items()}}
 
@@ -66,7 +66,6 @@ def problems(shape: ModelShape, settings: Mapping[str, Any]) -> dict[Kernel, str
             ("model.logit_cap", shape.logit_cap > 0),
             ("train.loss_weighting", given["train.loss_weighting"] != "token"),
             ("data.weight_field", given["data.weight_field"] != ""),
-            ("data.share_prefixes", given["data.share_prefixes"] != "off"),
             ("train.tiles", given["train.tiles"] > 1),
             divided,
         ),
@@ -88,11 +87,8 @@ def use_liger(model: Decoder, kernels: Collection[Kernel], liger: Any) -> None:
             module.swiglu = liger.LigerSiLUMulFunction.apply
         elif "RoPE" in kernels and isinstance(module, Attention):
             module.rotate = partial(_rotate, liger)
-    for name in ("loss_function", "training_loss"):
-        function: Any = getattr(model, name, None)
-        own = getattr(function, "func", function) is linear_cross_entropy
-        if "linear cross-entropy" in kernels and own:
-            setattr(model, name, partial(_cross_entropy, liger, **getattr(function, "keywords", {})))
+    if "linear cross-entropy" in kernels and model.loss_function is linear_cross_entropy:
+        model.loss_function = partial(_cross_entropy, liger)
 
 
 def _rms_norm(liger: Any, offset: float, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
@@ -116,24 +112,15 @@ def _cross_entropy(
     weight: Tensor,
     targets: Tensor,
     num_targets: int | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    shared: TargetRows | None = None,
+    rows: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """As `linear_cross_entropy`; rows without a target are projected, too."""
-    if shared is not None:  # rows with several targets
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            num_targets=num_targets,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            shared=shared,
-        )
+    chosen, hidden = LossOptions(**options), hidden if rows is None else hidden[rows]
     if not torch.is_grad_enabled():  # the kernel computes gradients wherever inputs have them
         hidden, weight = hidden.detach(), weight.detach()
     products = in_autocast_dtype(hidden), in_autocast_dtype(weight)
-    options = (None, None, IGNORE, z_loss, label_smoothing, "sum", None, False, torch.float32)
-    loss: Tensor = liger.LigerFusedLinearCrossEntropyFunction.apply(*products, targets, *options)[0]
+    terms = (chosen.z_loss, chosen.label_smoothing)
+    given = (None, None, IGNORE, *terms, "sum", None, False, torch.float32)
+    loss: Tensor = liger.LigerFusedLinearCrossEntropyFunction.apply(*products, targets, *given)[0]
     return loss

@@ -40,7 +40,6 @@ def open_engine(
     weights: Reader | None,
     mesh: Mesh,
     dtype: torch.dtype,
-    clock: Callable[[], float],
 ) -> Engine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     kernels = kernels_of(config, shape, mesh.world.device)
@@ -98,7 +97,6 @@ def open_engine(
         config.parallel,
         dtype,
         micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
-        clock=clock,
     )
 
 

@@ -43,8 +43,6 @@ class PackedCollator:
         max_seqlen: slots of the plan's longest document; longer ones are an error.
         pad_to: slots of every batch (the capacity), with one padding document at the end; None = no padding.
         pad_id: token of padding.
-        align: pad each document at its end to a multiple of this, for context parallelism (twice its ranks) and fp8
-            matrix products (16). Attention is causal, so that losses and gradients do not change.
         loss_weighting: `token`: every target has weight 1; `document`: 1 / (targets of its document)
             (`PackedBatch.weights`), and the denominator is the number of documents with a target.
         weighted: whether the plan has weights of documents, which multiply the weights of their targets.
@@ -57,42 +55,31 @@ class PackedCollator:
     that every rank runs the same collectives.
 
     Raises:
-        ValueError: `align` or `multiple` below 1, a `pad_to` that is not a multiple of both, an unknown
-            weighting, or an alignment with shared beginnings.
+        ValueError: `multiple` below 1, a `pad_to` that is not one, or an unknown weighting.
     """
 
     max_documents: int
     max_seqlen: int
     pad_to: int | None = None
     pad_id: int = 0
-    align: int = 1
     loss_weighting: LossWeighting = "token"
     multiple: int = 1
     weighted: bool = False
     min_prefix: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("align", self.align)
         check_integer("multiple", self.multiple)
         check_choice("loss_weighting", self.loss_weighting, LossWeighting)
-        if self.min_prefix is not None and self.align != 1:
-            raise ValueError(
-                f"plan.align={self.align} pads each document, and data.share_prefixes divides them: use plan.align=1"
-            )
-        for name in ("align", "multiple"):
-            factor = getattr(self, name)
-            if self.pad_to is not None and self.pad_to % factor:
-                nearest = self.pad_to // factor * factor or factor
-                raise ValueError(
-                    f"pad_to={self.pad_to:,} is not a multiple of {name}={factor}; use {nearest:,}"
-                )
+        if self.pad_to is not None and self.pad_to % self.multiple:
+            nearest = self.pad_to // self.multiple * self.multiple or self.multiple
+            raise ValueError(f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}; use {nearest:,}")
 
     @classmethod
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
-        given, weighted = (pad_to, pad_id, plan.align, plan.loss_weighting), plan.weights is not None
+        given, weighted = (pad_to, pad_id, plan.loss_weighting), plan.weights is not None
         return cls(plan.most_documents, plan.longest, *given, multiple, weighted, plan.min_prefix)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
@@ -120,7 +107,7 @@ class PackedCollator:
             pieces = list(zip(tree.document.tolist(), tree.start.tolist(), sizes, strict=True))
         else:
             tree, pieces = None, [(number, 0, length) for number, length in enumerate(lengths)]
-            sizes = [-(-length // self.align) * self.align for length in lengths]
+            sizes = list(lengths)
         self._pad(sizes, max(lengths, default=0))
         input_ids, position_ids = self._laid_out(documents, pieces, sizes)
         shifted = [document.shifted_targets() for document in documents]
@@ -177,19 +164,16 @@ class PackedCollator:
         `longest` is the number of tokens of the longest document.
         """
         used = sum(sizes)
-        aligned = "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
         slots = self.pad_to
         if slots is None:
-            slots = -(-max(used, self.align) // self.multiple) * self.multiple
+            slots = -(-max(used, 1) // self.multiple) * self.multiple
         if used > slots:
-            raise ValueError(f"a pack of {used:,} tokens{aligned} does not fit into pad_to={slots:,}")
+            raise ValueError(f"a pack of {used:,} tokens does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
         longest = max(*sizes, longest, 0)
-        if longest > max(self.max_seqlen, self.pad_to or max(self.align, self.multiple)):
-            raise ValueError(
-                f"a document of {longest:,} tokens{aligned} exceeds max_seqlen={self.max_seqlen:,}"
-            )
+        if longest > max(self.max_seqlen, self.pad_to or self.multiple):
+            raise ValueError(f"a document of {longest:,} tokens exceeds max_seqlen={self.max_seqlen:,}")
 
 
 def pad_documents(
@@ -202,9 +186,14 @@ def pad_documents(
 
     The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
     """
-    width = max(len(document.tokens) for document in documents)
-    collate = PackedCollator(len(documents), width, None, pad_id, width, loss_weighting, weighted=weighted)
-    return collate(documents)
+    lengths = [len(document.tokens) for document in documents]
+    longest = max(lengths)
+    padded = [
+        replace(document, tokens=np.pad(document.tokens, (0, longest - length), constant_values=pad_id))
+        for document, length in zip(documents, lengths, strict=True)
+    ]
+    collate = PackedCollator(len(documents), longest, loss_weighting=loss_weighting, weighted=weighted)
+    return replace(collate(padded), num_tokens=sum(lengths))
 
 
 # --- items of two documents ---------------------------------------------------------------------------
@@ -285,13 +274,7 @@ class PreferenceCollator:
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PreferenceCollator:
-        """The collator of a plan over items, or of a sampler.
-
-        Raises:
-            ValueError: the plan aligns documents: it counts one alignment for an item, and two documents need two.
-        """
-        if plan.align != 1:
-            raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
+        """The collator of a plan over items, or of a sampler."""
         most = 2 * plan.most_documents
         return cls(
             PackedCollator(most, plan.longest, pad_to, pad_id, multiple=multiple, min_prefix=plan.min_prefix)
