@@ -224,7 +224,7 @@ class StoreWriter:
         """Add a document: its name, its tokens in pieces, each with whether they are targets, and its weight.
 
         Raises:
-            ValueError: the document has no tokens, or a token outside the vocabulary.
+            ValueError: the document has no tokens; or, once many wait, one has a token outside the vocabulary.
         """
         document = Encoded(name, _compact(parts), weight)
         if not document.num_tokens:
