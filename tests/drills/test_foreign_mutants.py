@@ -116,18 +116,12 @@ def foreign_logits(folder):
 
 
 def gguf_file(folder):
-    from test_gguf import write
+    from test_gguf import tiny, write
 
     pytest.importorskip("gguf")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
-    vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
-    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
-    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
     file = folder / "tiny.gguf"
-    write(file, model, tokens, ["a b"])
+    write(file, *tiny(), ["a b"])
     begin = file.read_bytes().rfind(b"output_norm.weight") + 64
 
     def of_header(content, draw):
