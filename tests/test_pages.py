@@ -58,7 +58,6 @@ SMALL = {
     "train.steps": 2,
     "train.eval_every": 2,
     "train.sample_tokens": 0,
-    "train.compare_padding": "false",
 }
 """What a command that trains gets where it does not say otherwise; steps are always these."""
 PLACES = {"/shared/books": "books.store", "/local/scratch": "scratch", "/dev/shm": "scratch"}

@@ -13,7 +13,8 @@ A group (a dataclass that is a field of the schema) may define
 - `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
 - `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
   ones unless it is 0, so a word for one of them sets the later ones to 0,
-- `RETIRED`: names of fields of earlier versions, which `base`, the values of a saved run, may have.
+- `RETIRED`: fields of earlier versions → their former defaults. `base`, the values of a saved run, may have them, and a
+  file with these values.
 """
 
 from __future__ import annotations
@@ -76,10 +77,15 @@ def merge(
     groups = _groups(schema)
     pairs = _translated(map(split, words), translate)
     ignored = set(dict(pairs))  # a saved value need not be legal any more if a word replaces it
-    ignored |= {f"{group}.{name}" for group, kind in groups.items() for name in getattr(kind, "RETIRED", ())}
+    retired = _retired(groups)
+    ignored |= retired.keys()
     saved = [pair for pair in flatten(base or {}).items() if pair[0] not in ignored]
     files = [
-        _translated(flatten(read_yaml(path)).items(), translate) for key, path in pairs if key == "config"
+        _translated(
+            (pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate
+        )
+        for key, path in pairs
+        if key == "config"
     ]
     given = [pair for pair in pairs if pair[0] != "config"]
     layers = [layer for source in (saved, *files, given) for layer in _presets_and_values(source, groups)]
@@ -89,6 +95,8 @@ def merge(
     changed = {key.partition(".")[0] for layer in layers for key in layer}
     tree = OmegaConf.masked_copy(defaults, [str(name) for name in defaults if name in changed])
     for layer in layers:
+        for key in layer.keys() & retired.keys():
+            raise ConfigError(f"{key}={layer[key]}: this setting is gone, leave it out")
         _apply(tree, known, layer)
     try:
         return schema(**typing.cast(dict[str, Any], OmegaConf.to_object(tree)))
@@ -239,6 +247,15 @@ def _defaults(schema: type) -> tuple[DictConfig, dict[str, Any]]:
 def _groups(schema: type) -> dict[str, type]:
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in fields(schema) if is_dataclass(hints[entry.name])}
+
+
+def _retired(groups: dict[str, type]) -> dict[str, Any]:
+    """Full name of a field of earlier versions → its former default."""
+    return {
+        f"{group}.{name}": default
+        for group, kind in groups.items()
+        for name, default in getattr(kind, "RETIRED", {}).items()
+    }
 
 
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:

@@ -317,11 +317,13 @@ def test_conversations_arrive_and_pairs_do_not(stream):
     arriving = stream([chat] * 3, chat_template="chatml")
     assert all(0 < item["targets"] < item["length"] - 1 for item in arriving)
     assert "im_start" in arriving.validation.store.header.chat_template
-    rows = [{"instruction": "a", "input": "b" * (number % 2), "output": "c"} for number in range(30)]
-    arriving = stream(rows, fields=["instruction", "output"])
-    assert arriving.warnings[0].startswith("10 documents with `input`")  # of the first chunk
-    assert len(list(arriving)) == 30
-    assert arriving.warnings == ["15 documents with `input`, which data.fields leaves out (the first: set:2)"]
+    empty = {"messages": [*chat["messages"], {"role": "assistant", "content": ""}]}
+    arriving = stream([chat, empty] * 15, chat_template="chatml")
+    assert arriving.warnings[0].startswith("10 conversations with an empty answer")  # of the first chunk
+    list(arriving)
+    (warning,) = arriving.warnings
+    assert warning.startswith("15 conversations with an empty answer")
+    assert warning.endswith("(the first: set:2)")
     with pytest.raises(ValueError, match=r"tokenizer\.kind=auto is trained on a complete corpus"):
         stream(tokenizer="auto")
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}

@@ -1,4 +1,4 @@
-"""Stores staged in memory or in a folder are the same stores, copied once."""
+"""Stores staged in a folder are the same stores, copied once."""
 
 import json
 import multiprocessing
@@ -12,7 +12,6 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from multipack.data.stores import staging
 from multipack.data.stores.prepare import prepare
 from multipack.data.stores.shards import HEADER
 from multipack.data.stores.staging import stage, verify_once
@@ -55,34 +54,6 @@ def own(folder):
 
 def inodes(folder):
     return {path.relative_to(folder): path.stat().st_ino for path in folder.rglob("*") if path.name[0] != "."}
-
-
-# --- memory ----------------------------------------------------------------------------------------------
-
-
-def test_a_store_in_memory_is_the_same_store(store, write_store, monkeypatch, content):
-    (held, other), line = stage([store, write_store([[(4, True)]], "other")], "memory")
-    joined = TokenStore.joined(store.path, [held, other], ["a", "b"])
-    assert (held.checksum, held.path) == (store.checksum, store.path)
-    assert Documents.whole(held).fingerprint == Documents.whole(store).fingerprint
-    size = held.bytes_asked
-    assert size > 2 * store.num_tokens
-    assert "read into memory" in line
-    assert content(pickle.loads(pickle.dumps(held))) == content(store)
-    assert held.shard(1).checksum == store.shard(1).checksum != store.checksum
-    for each in (held, other):
-        shutil.rmtree(each.path)
-    assert (len(content(held)), len(content(joined))) == (60, 61)  # without any file
-    assert held.bytes_asked == size
-    with pytest.raises(ValueError, match="read-only"):
-        held.tokens_of(0)[0] = 1
-    assert staging.available_memory() > 1 << 20
-    monkeypatch.setattr(staging, "available_memory", lambda: 1000)
-    with pytest.raises(ValueError, match=r"data.stage=memory: .* 1,000 are free: set data.stage=/dev/shm"):
-        stage([store], "memory")
-
-
-# --- folders ---------------------------------------------------------------------------------------------
 
 
 def test_a_copy_is_made_once_and_used_again(store, folder, content):
@@ -194,15 +165,14 @@ def test_a_killed_copy_is_continued(store, folder, content):
 # --- in a corpus -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["memory", "folder"])
-def test_a_staged_mixture_is_the_same_corpus(config, records, tmp_path, folder, where):
+def test_a_staged_mixture_is_the_same_corpus(config, records, tmp_path, folder):
     made = [
         prepare(config(source="jsonl", path=records(letter)), BYTE, tmp_path / letter, shards=shards)
         for letter, shards in (("a", 0), ("b", 3))
     ]
     fields = {"source": "mixture", "paths": [str(path) for path in made], "weights": [1, 2]}
     plain = load_corpus(config(**fields), AUTO, limit=64)
-    data = config(**fields, stage=str(folder) if where == "folder" else "memory")
+    data = config(**fields, stage=str(folder))
     before = asdict(data)
     staged = load_corpus(data, AUTO, limit=64)
     assert asdict(data) == before  # the configuration keeps the original paths

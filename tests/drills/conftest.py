@@ -67,7 +67,7 @@ def finished(tmp_path_factory):
     words += (
         " plan.capacity=256 plan.packs_per_step=2 train.steps=6 train.eval_every=3 train.checkpoint_every=3"
     )
-    words += f" train.dtype=fp32 train.sample_tokens=4 train.compare_padding=false log.documents=true out={folder}/run"
+    words += f" train.dtype=fp32 train.sample_tokens=4 log.documents=true out={folder}/run"
     with contextlib.redirect_stdout(None):
         train(compose_run(words.split()))
     return folder / "run"

@@ -30,7 +30,6 @@ REFUSED = [
     ("plan.packs_per_step=1 parallel.tensor=2 model.kv_heads=2", 4, "at least 2"),
     ("data.readers=4", 2, "data.readers=2"),
     ("parallel.tensor=2 plan.capacity=255 train.fixed_shape=true", 2, "plan.capacity=254"),
-    ("optimizer.name=adamw_4bit_ao parallel.data=zero3", 2, "optimizer.name=adamw_4bit_ao"),
 ]
 """Words, number of processes, and a part of the message: the setting."""
 OF_KINDS = [
@@ -38,7 +37,6 @@ OF_KINDS = [
     ("preference.beta=0.5", "documents", "preference."),
     ("parallel.pipeline=2", "pairs", "parallel.pipeline=2"),
     ("parallel.context=2", "labels", "parallel.context=2"),
-    ("train.compare_padding=true", "pairs", "train.compare_padding=true"),
     ("train.label_smoothing=0.1", "pairs", "train.label_smoothing=0.1"),
     ("train.z_loss=1e-4", "labels", "train.z_loss=0.0001"),
 ]

@@ -85,7 +85,6 @@ def test_documents_of_every_kind(imported):
     assert read == ("huggingface", "train[:5%]", ["turns"])
     assert (config.data.validation, config.train.eval_every) == (0.05, 50)
     assert imported(datasets=[{**chats, "drop_system_message": True}])[1].data.drop_system
-    assert imported(datasets=[{"path": "a/b", "type": "alpaca:phi"}])[1].data.alpaca_prompt == "phi"
     _, config = imported(datasets=[{"path": "web/a.jsonl.gz", "type": "completion", "field": "body"}])
     assert (config.data.source, config.data.fields, config.data.overlong) == ("jsonl", ["body"], "split")
     stream = {"path": "allenai/c4", "name": "en", "type": "pretrain"}
@@ -123,11 +122,6 @@ def test_the_command_ends_with_1_if_another_run_would_be_trained(tmp_path):
         ended = CliRunner().invoke(app, ["import-config", str(file)])
         assert ended.exit_code == code
         assert ("neftune_noise_alpha" in ended.output) == bool(code)
-
-
-def test_states_of_four_bits_are_imported_where_tensors_are_whole(imported):
-    assert imported(optimizer="adamw_torch_4bit")[1].optimizer.name == "adamw_4bit_ao"
-    assert imported(optimizer="adamw_torch_4bit", fsdp=["full_shard"])[1].optimizer.name == "adamw_8bit"
 
 
 def test_adapters_and_parallelism(imported):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def train(words: Words = None, settings: Settings = False) -> None:
     """Train a decoder without padding.
 
-    Without settings: a small Llama-style model on Python's standard library.
+    Without settings: a small Llama-style model on Python's standard library,
+    and then what padding would have cost.
 
     Examples:
       multipack train
@@ -39,7 +40,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     from multipack.training.train import train as run
 
     try:
-        result = run(composed)
+        result = run(composed, compare_padding=composed.data.source == "stdlib")
     except RunStopped as error:
         fail(error, 3)
     if result.stopped_by is not None:

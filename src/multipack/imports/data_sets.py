@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.data.text.alpaca import STYLES
 from multipack.data.text.data_config import BUILT_IN_TEMPLATES
 from multipack.data.text.records import ROLES, SHAREGPT_ROLES
 from multipack.imports.outcome import NotHonored
@@ -87,7 +86,7 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     form = given.get("type", "pretrain" if "text_column" in given else "")
     if not isinstance(form, str):
         raise NotHonored("prompts in a format of one's own: write `prompt` and `completion` into the records")
-    # NAME, NAME:VARIANT (completion:FIELD, alpaca:STYLE) or NAME.DETAIL (chatml.intel)
+    # NAME, NAME:VARIANT (completion:FIELD) or NAME.DETAIL (chatml.intel)
     name, _, variant = form.partition(":")
     name, _, detail = name.partition(".")
     if keys.get("rl") or keys.get("reward_model"):
@@ -95,8 +94,6 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     variants: Settings = {}
     if name == "completion" and variant:
         variants = {"fields": [variant]}
-    elif name == "alpaca" and variant in STYLES:
-        variants = {"alpaca_prompt": variant}
     if name not in FORMS or (variant and not variants) or (detail and name == "alpaca"):
         raise NotHonored(f"type: {form or 'none'} has no equivalent in data.format")
     return settings | FORMS[name](given, keys, kind) | variants

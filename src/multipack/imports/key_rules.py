@@ -10,7 +10,7 @@ from typing import Any
 from multipack.imports.data_sets import data_settings
 from multipack.imports.models import has_decoder, model_type
 from multipack.imports.outcome import NOTHING, Honored, Keys, NotHonored
-from multipack.parallel.optimizers import OPTIMIZERS, OptimizerName
+from multipack.parallel.optimizers import OptimizerName
 
 # --- batches and optimizers -----------------------------------------------------------------------------
 
@@ -43,11 +43,9 @@ _OPTIMIZERS: dict[str, tuple[OptimizerName, str]] = {
     "paged_adamw_32bit": ("adamw", "its states are not paged: parallel.offload keeps them on the host"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), ("adamw_8bit", "")),
     "paged_adamw_8bit": ("adamw_8bit", "its states are not paged"),
-    "adamw_torch_4bit": ("adamw_4bit_ao", ""),
+    "adamw_torch_4bit": ("adamw_8bit", "its states have 8 bits instead of 4"),
     "muon": ("muon", "its learning rate is scaled as by optimizer.name=muon"),
 }
-_DIVIDING = ("fsdp", "fsdp_config", "deepspeed", "tensor_parallel_size")
-"""Keys of runs whose ranks may divide tensors."""
 
 
 def optimizer(value: Any, keys: Keys) -> Honored:
@@ -55,8 +53,6 @@ def optimizer(value: Any, keys: Keys) -> Honored:
     if value not in _OPTIMIZERS:
         raise NotHonored(f"optimizer={value}: there are {', '.join(_OPTIMIZERS)}")
     name, note = _OPTIMIZERS[value]
-    if OPTIMIZERS[name].needs == "tensor" and any(keys.get(each) for each in _DIVIDING):
-        name, note = "adamw_8bit", "its states have 8 bits instead of 4, because ranks divide tensors"
     return Honored({"optimizer.name": name}, note)
 
 

@@ -32,7 +32,6 @@ from multipack.parallel.state import (
     optimizer_state,
     slot_difference,
     squared_norm,
-    squared_norms,
 )
 from multipack.parallel.world import World
 
@@ -191,9 +190,6 @@ class Engine(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, by name."""
-
-    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Squared norm of each of the model's tensors; collective."""
 
     def clip(self, max_norm: float) -> float:
         """`clip_on_device`, read on the host; sets `overflowed`."""
@@ -380,10 +376,6 @@ class ModelEngine:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's parameters, by name; parameters without a gradient are omitted."""
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
-
-    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Name → squared norm of each of the model's tensors, from this rank's pieces; collective."""
-        return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
     def clip(self, max_norm: float) -> float:
         """`clip_on_device`, read on the host. In fp16 a norm that is not finite sets `overflowed` for this step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.ranges import Amount, Count, Positive, Range, check_ranges
@@ -61,7 +61,7 @@ class ParallelConfig:
     World size = pipeline × data-parallel ranks × context × tensor; the number of data-parallel ranks follows from it.
     """
 
-    RETIRED: ClassVar[tuple[str, ...]] = ("context_slack",)
+    RETIRED: ClassVar[dict[str, Any]] = {"context_slack": 0.0}
     """Settings that saved runs may have and that are gone."""
 
     data: Data = "ddp"

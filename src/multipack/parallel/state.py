@@ -115,25 +115,11 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def squared_norms(
-    tensors: Mapping[str, Tensor], names: Sequence[str], mesh: Mesh, duplicates: Collection[str] = ()
-) -> dict[str, float]:
-    """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
-
-    `names` are the same on every rank; tensors that this rank lacks count as zeros. Another stage of its pipeline
-    counts `duplicates`.
-    """
-    held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
-    squares = dict.fromkeys(names, 0.0)
-    squares |= dict(zip(held, _squares(list(held.values()), mesh).tolist(), strict=True))
-    if mesh.is_plain:
-        return squares
-    return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
-
-
-@torch.no_grad()
 def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
-    """The sum of `squared_norms` on the run's device, without a wait for it: 0-d float64; collective."""
+    """Squared 2-norm of the model's tensors over all ranks, on the run's device: 0-d float64; collective.
+
+    Tensors that this rank lacks count as zeros. Another stage of its pipeline counts `duplicates`.
+    """
     total = _squares([tensor for name, tensor in tensors.items() if name not in duplicates], mesh).sum()
     if not mesh.is_plain:
         dist.all_reduce(total)

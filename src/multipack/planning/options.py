@@ -43,8 +43,8 @@ class PlanOptions:
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
-    RETIRED: ClassVar[tuple[str, ...]] = ("effort", "cost", "align")
-    """Settings that saved runs may have and that are gone."""
+    RETIRED: ClassVar[dict[str, Any]] = {"effort": 1, "cost": "flops", "align": 1}
+    """Settings that saved runs may have and that are gone → their former defaults."""
 
     capacity: int = 2048
     """Maximum tokens of a pack: the hard limit, set by memory."""

@@ -196,30 +196,18 @@ class RunData:
 
 def communication(found: RunData) -> str:
     """Which part of a step's time holds the communication of ranks, as text; empty for one process."""
-    texts = []
     if "dtc" in found.steps:
-        texts.append(
+        return (
             "Communication is the synchronization of gradients that computing did not hide: the last backward pass"
             " beyond the pace of the others."
         )
-    traced = next(
-        (event["communication"] for event in reversed(found.history) if "communication" in event), None
-    )
-    spent, of = (
-        finite(traced.get(key)) if isinstance(traced, dict) else math.nan for key in ("seconds", "of")
-    )
-    if 0 <= spent <= of:
-        share = spent / (of or 1)
-        texts.append(
-            f"Communication that computing did not hide was {share:.1%} of the time of traced steps."
-        )
     parallel = dict(pairs(found.start.get("run"))).get("parallel", "none")[:200]
-    if not texts and not parallel.startswith("none"):
-        texts.append(
-            f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"
-            " train.profile=true measures it in three steps."
-        )
-    return " ".join(texts)
+    if parallel.startswith("none"):
+        return ""
+    return (
+        f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"
+        " train.profile=true writes a trace of three steps."
+    )
 
 
 def _samples(path: Path) -> tuple[list[tuple[int, str]], list[str]]:

@@ -114,7 +114,7 @@ def evaluate(
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
             Without documents, the run's validation documents are evaluated.
-        weights: which weights of a run: latest, best or ema.
+        weights: which weights of a run: latest or best.
         console: shows progress.
 
     Raises:
@@ -126,13 +126,7 @@ def evaluate(
     config = request.config
     check(config, find_ranks(os.environ).size)
     with run_world(config) as world:
-        try:
-            return _evaluate(request, weights, world, console or Console(rank=1))
-        except BaseException as error:
-            failure = world.watch.report(error)
-            if failure is error:
-                raise
-            raise failure from error
+        return _evaluate(request, weights, world, console or Console(rank=1))
 
 
 @dataclass(frozen=True)
@@ -253,7 +247,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
     """The settings: for pairs with their reference model, for other documents without preferences."""
     config = request.config
-    if corpus.validation.store.item_size == 1:
+    if corpus.validation.size == 1:
         return replace(config, preference=PreferenceConfig())
     objective = objective_of(config, corpus)
     needed = isinstance(objective, Preferences) and objective.loss.uses_reference

@@ -90,15 +90,11 @@ HINTS = by_name(
         "packing sample_packing": "leave it out, documents are always packed",
         "lora load_in_4bit": "set adapter=lora or qlora",
         "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
-        "plan.effort": "leave it out, a step is always dealt with the same effort",
-        "plan.align": "leave it out, train.fixed_shape=true pads packs to plan.capacity",
-        "parallel.context_slack": "leave it out, context ranks have equally many slots",
-        "plan.cost": "leave it out, documents cost the FLOPs of the model",
         "type": "optimizers are chosen by optimizer.name, sources by data.source",
         "wd": "set optimizer.weight_decay",
     }
 )
-"""Setting elsewhere, or of earlier versions, without one that takes the same values → what to set instead."""
+"""Setting elsewhere without one that takes the same values → what to set instead."""
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:

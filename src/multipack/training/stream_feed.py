@@ -28,8 +28,7 @@ from multipack.training.run_config import Config
 class StreamFeed:
     """Iterates the global steps of a stream of documents until it ends; see `Feed`.
 
-    `targets_per_step` counts the tokens of full packs, because later documents are unknown. `pad` gives all
-    packs one shape; `clock` returns seconds.
+    `pad` gives all packs one shape; `clock` returns seconds.
 
     Raises:
         ValueError: `plan.tail=carry`; while iterating, ranks that read different documents, or a malformed document.
@@ -60,7 +59,6 @@ class StreamFeed:
             loss_weighting=config.train.loss_weighting,
         )
         self.micro_batches = -(-options.packs_per_step // mesh.data_size)
-        self.targets_per_step = float(options.packs_per_step * options.mean)
         self.ended, self.late = False, ""
         slots, end = self.stream.longest if pad else None, arriving.tokenizer.end_id or 0
         collate = PackedCollator.of(self.stream, slots, end, config.parallel.token_multiple)

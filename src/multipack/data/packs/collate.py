@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -99,15 +99,17 @@ class PackedCollator:
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
             )
         lengths = [len(document.tokens) for document in documents]
-        tree = self._tree(documents)
-        if tree is None:
-            sizes = list(lengths)
-            pieces = [(number, 0, length) for number, length in enumerate(lengths)]
-        else:
+        tree = None
+        if self.min_prefix is not None:
+            tree = PrefixTree.of([document.tokens for document in documents], self.min_prefix)
+        if tree is not None and tree.shares:
             sizes = tree.length.tolist()
             pieces = list(zip(tree.document.tolist(), tree.start.tolist(), sizes, strict=True))
+        else:
+            tree, pieces = None, [(number, 0, length) for number, length in enumerate(lengths)]
+            sizes = list(lengths)
         self._pad(sizes, max(lengths, default=0))
-        input_ids, position_ids = _laid_out(documents, pieces, sizes, self.pad_id)
+        input_ids, position_ids = self._laid_out(documents, pieces, sizes)
         shifted = [document.shifted_targets() for document in documents]
         counts = np.array([np.count_nonzero(each != IGNORE) for each in shifted], dtype=np.int64)
         if tree is None:
@@ -118,7 +120,11 @@ class PackedCollator:
         else:
             packed, targets = PackedTree.of(tree, sizes, shifted)
             owner = np.repeat(np.arange(len(documents)), counts)  # document of each target
-        own = np.array([document.weight for document in documents], dtype=np.float64)
+        own, weights = np.array([document.weight for document in documents], dtype=np.float64), None
+        if self.weighted or self.loss_weighting == "document":
+            of_target = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
+            with_padding = np.append(of_target, 0.0).astype(np.float32)
+            weights = torch.from_numpy(with_padding[owner] * (targets != IGNORE))
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
@@ -131,33 +137,26 @@ class PackedCollator:
             lengths=tuple(sizes),
             longest=max(lengths, default=0),
             denominator=denominator_of(counts, self.loss_weighting, own if self.weighted else None),
-            weights=self._weights(own, counts, owner, targets),
+            weights=weights,
             tree=packed,
         )
 
-    def _weights(
-        self, own: NDArray[np.float64], counts: Integers, owner: Integers, targets: Integers
-    ) -> Tensor | None:
-        """Weights of `targets`, of the same shape; None = all are 1.
+    def _laid_out(
+        self, documents: Sequence[Document], pieces: Sequence[tuple[int, int, int]], sizes: Sequence[int]
+    ) -> tuple[Integers, Integers]:
+        """Tokens of the slots, and their positions in documents.
 
-        Args:
-            own: (documents,) weights.
-            counts: (documents,) numbers of targets.
-            owner: document of each entry of `targets`; padding has the number after the last document.
-            targets: see `PackedBatch`.
+        A piece is the number of a document, its first token and the number of tokens; `sizes` are the slots of each,
+        and of padding, if there is any.
         """
-        if not self.weighted and self.loss_weighting != "document":
-            return None
-        each = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
-        each = np.append(each, 0.0).astype(np.float32)  # the weight of padding
-        return torch.from_numpy(each[owner] * (targets != IGNORE))
-
-    def _tree(self, documents: Sequence[Document]) -> PrefixTree | None:
-        """The trees of the documents; None if no tokens are shared."""
-        if self.min_prefix is None:
-            return None
-        tree = PrefixTree.of([document.tokens for document in documents], self.min_prefix)
-        return tree if tree.shares else None
+        stops = np.cumsum(sizes)
+        tokens = np.full(stops[-1], self.pad_id, dtype=np.int64)
+        moved = stops - sizes  # slot minus position of its token
+        for piece, (number, first, length) in enumerate(pieces):
+            start = moved[piece]
+            tokens[start : start + length] = documents[number].tokens[first : first + length]
+            moved[piece] -= first
+        return tokens, np.arange(stops[-1]) - np.repeat(moved, sizes)
 
     def _pad(self, sizes: list[int], longest: int) -> None:
         """Check `sizes`, the slots of a pack's pieces, and append the slots of its padding, if there is any.
@@ -175,24 +174,6 @@ class PackedCollator:
         longest = max(*sizes, longest, 0)
         if longest > max(self.max_seqlen, self.pad_to or self.multiple):
             raise ValueError(f"a document of {longest:,} tokens exceeds max_seqlen={self.max_seqlen:,}")
-
-
-def _laid_out(
-    documents: Sequence[Document], pieces: Sequence[tuple[int, int, int]], sizes: Sequence[int], pad_id: int
-) -> tuple[Integers, Integers]:
-    """Tokens of the slots, and their positions in documents.
-
-    A piece is the number of a document, its first token and the number of tokens; `sizes` are the slots of each, and of
-    padding, if there is any.
-    """
-    stops = np.cumsum(sizes)
-    tokens = np.full(stops[-1], pad_id, dtype=np.int64)
-    moved = stops - sizes  # slot minus position of its token
-    for piece, (number, first, length) in enumerate(pieces):
-        start = moved[piece]
-        tokens[start : start + length] = documents[number].tokens[first : first + length]
-        moved[piece] -= first
-    return tokens, np.arange(stops[-1]) - np.repeat(moved, sizes)
 
 
 def pad_documents(
@@ -264,7 +245,7 @@ class PreferencePairs:
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
-        if documents.store.item_size != 2:
+        if documents.size != 2:
             raise ValueError(f"{documents.store.path} holds no pairs: prepare data.format=preference")
         self.documents, self.reference = documents, reference
 
@@ -306,7 +287,9 @@ class PreferenceCollator:
         # A pack without items counts as one whose values are known.
         reference = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         weights = torch.tensor([item.weight for item in items], dtype=torch.float64)
-        own: dict[str, Any] = {"denominator": float(weights.sum()), "item_weights": weights}
-        own["desirable"] = torch.tensor([item.is_desirable for item in items], dtype=torch.bool)
-        own["reference"] = reference if len(known) == len(items) else None
-        return PreferenceBatch(**(vars(batch) | own))
+        return PreferenceBatch(
+            **vars(replace(batch, denominator=float(weights.sum()))),
+            reference=reference if len(known) == len(items) else None,
+            item_weights=weights,
+            desirable=torch.tensor([item.is_desirable for item in items], dtype=torch.bool),
+        )

@@ -1,7 +1,6 @@
 """Token stores, copied to fast storage before training, and verified once a host.
 
     data.path=/shared/books   ──▶  read in place                                        data.stage=
-                              ──▶  arrays in the memory of each process                 data.stage=memory
                               ──▶  /local/multipack-1000/3f9a…/ shard-0000-00000…       data.stage=/local
 
 A folder holds the copies of one user, who alone can read them. A copy is named by the content hash of its store: equal
@@ -23,7 +22,6 @@ from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import remove_store
 from multipack.data.text.texts import CHAT_TEMPLATE
 from multipack.data.text.tokenizer import Progress, silent
-from multipack.machine import available_memory
 
 
 def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = silent) -> None:
@@ -55,27 +53,12 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = 
 def stage(
     stores: Sequence[TokenStore], where: str, progress: Progress = silent
 ) -> tuple[list[TokenStore], str]:
-    """The same stores, copied to memory or to a folder of this host; and one line for people.
-
-    `where` is `memory`, a folder, or empty: stores are read where they are.
+    """The same stores, copied to a folder of this host; and one line for people.
 
     Raises:
         ValueError: no room; the folder cannot be written.
     """
-    if not where:
-        return list(stores), ""
     total = sum({store.checksum: store.bytes for store in stores}.values())
-    if where == "memory":
-        free = available_memory()
-        if free is not None and total > free:
-            raise ValueError(
-                f"data.stage=memory: the token stores have {total:,} bytes, of which each process of a host holds a"
-                f" copy, and {free:,} are free: set data.stage=/dev/shm (one copy a host), a local folder, or nothing"
-            )
-        return [store.in_memory() for store in stores], (
-            f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
-            " data.stage=/dev/shm keeps one copy for all processes of a host"
-        )
     try:
         folder = own_folder(Path(where).expanduser().absolute())
         with locked(folder / ".lock"):

@@ -156,11 +156,9 @@ def load_sets(
     stores, staged = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
     parts = [_divided(store, data, limit) for store in stores]
-    views = [part.train for part in parts]
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
-    documents: Documents = views[0]
-    if len(stores) > 1:
-        documents = Documents.joined(*_within_joined(stores, names, views))
+    (views,) = _in_one_store(stores, names, [part.train for part in parts])
+    documents = Documents.joined(views)
     return Corpus(
         train=documents.take([]),
         validation=documents,
@@ -213,12 +211,13 @@ def _open_all(
     sets: Sequence[DataConfig], tokenizer: TokenizerConfig, progress: Progress, reads: bool
 ) -> tuple[list[TokenStore], str]:
     """The stores of sources, prepared, copied and verified as their settings ask for; and one line about copies."""
-    stores, data = list[TokenStore](), sets[0]
+    stores, data, staged = list[TokenStore](), sets[0], ""
     for each in sets:
-        is_store = each.source == "store"
-        path = each.path if is_store else prepare(each, tokenizer, progress=progress)
-        stores.append(_open(path, tokenizer) if is_store else TokenStore(path))
-    staged = ""
+        if each.source == "store":
+            stores.append(TokenStore(Path(each.path).expanduser()))
+            _check_tokenizer(stores[-1], tokenizer)
+        else:
+            stores.append(TokenStore(prepare(each, tokenizer, progress=progress)))
     if data.stage and reads:
         from multipack.data.stores.staging import stage
 
@@ -236,13 +235,19 @@ def _load_stored(
     """The documents of stores, which are prepared first, if necessary."""
     stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
     parts = [_divided(store, data, limit) for store in stores]
-    train, validation = parts[0].train, parts[0].validation
+    names = _names([store.path for store in stores])
+    trains, validations = _in_one_store(
+        stores, names, [part.train for part in parts], [part.validation for part in parts]
+    )
+    train, description = trains[0], stores[0].description
     shares: tuple[Share, ...] = ()
-    description = stores[0].description
     if data.source == "mixture":
-        train, validation, shares = _mixed(stores, parts, data)
-        shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
-        description = f"mixture by {data.weigh_by}: {shown}"
+        from multipack.data.views.mixture import mix
+
+        train, shares = mix(trains, names, data.weights, data.split_seed)
+        description = "mixture by tokens: " + ", ".join(
+            f"{share.name} {share.actual:.1%}" for share in shares
+        )
     store, train_fit = train.store, reduce(add, (part.train_fit for part in parts))
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
@@ -254,7 +259,7 @@ def _load_stored(
         )
     return Corpus(
         train=train,
-        validation=validation,
+        validation=Documents.joined(validations),
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, (part.validation_fit for part in parts)),
@@ -300,29 +305,18 @@ def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Divided:
     return _Divided(train, validation, train_fit, validation_fit)
 
 
-def _mixed(
-    stores: Sequence[TokenStore], parts: Sequence[_Divided], data: DataConfig
-) -> tuple[Documents, Documents, tuple[Share, ...]]:
-    """The mixture to train on, and all validation documents, as views of the joined stores."""
-    names = _names([store.path for store in stores])
-    trains, validations = [part.train for part in parts], [part.validation for part in parts]
-    own, held = _within_joined(stores, names, trains, validations)
-    from multipack.data.views.mixture import mix
-
-    train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-    return train, Documents.joined(held), shares
-
-
 def _names(paths: Sequence[Path | str]) -> list[str]:
     """Names of sources: their paths, relative to the deepest folder that holds all of them."""
     places = [Path(path).expanduser().absolute() for path in paths]
     return [str(place.relative_to(os.path.commonpath(places))) for place in places]
 
 
-def _within_joined(
+def _in_one_store(
     stores: Sequence[TokenStore], names: Sequence[str], *views: Sequence[Documents]
 ) -> list[list[Documents]]:
-    """Views of each store, as views of the joined store, whose documents have names that begin with `names`."""
+    """Views of each store, as views of one: several are joined, and names of documents begin with `names`."""
+    if len(stores) == 1:
+        return [list(each) for each in views]
     joined = TokenStore.joined(stores[0].path.parent, stores, names)
     first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
     return [[view.within(joined, start) for view, start in zip(each, first, strict=True)] for each in views]
@@ -349,12 +343,6 @@ def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Co
         store_path=validation.store.path,
         arriving=arriving,
     )
-
-
-def _open(path: str | Path, tokenizer: TokenizerConfig) -> TokenStore:
-    store = TokenStore(Path(path).expanduser())
-    _check_tokenizer(store, tokenizer)
-    return store
 
 
 def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
