@@ -19,7 +19,7 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 TextDivision = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
-TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers"]
+TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
 ItemKind = Literal["documents", "pairs", "labels"]
 """Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
@@ -315,7 +315,7 @@ class TokenizerConfig:
     kind: TokenizerKind = "auto"
     """Kind of tokenizer; auto: the one of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
-    """A tokenizer.json (kind=file), folder or name (transformers)."""
+    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
     """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
 
@@ -338,15 +338,15 @@ class TokenizerConfig:
         check_choice("tokenizer.kind", self.kind, TokenizerKind)
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
-        if self.path and self.kind not in ("file", "transformers"):
+        if self.path and self.kind not in ("file", "transformers", "mistral"):
             raise ValueError(
-                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file or transformers, not with "
+                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
                 f"tokenizer.kind={self.kind}"
             )
 
     @property
     def name(self) -> str:
-        """Name in messages, such as `char`, `bpe 2048` or `file a.json`; without a path it is unique."""
+        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
         if self.path:
             return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
