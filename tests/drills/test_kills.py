@@ -30,7 +30,7 @@ class Work:
     different: Callable[[Path, Path], list[str]]
 
     def kill(self, folder, kills, each, draw):
-        """Kill work `each` times, then let it end, until there were enough kills, or something is lost.
+        """Kill work up to `each` times, then let it end, until there were enough kills, or something is lost.
 
         `draw` makes the moments of kills from how the work without kills ended. Returns what was lost, and counts.
         """
@@ -46,6 +46,8 @@ class Work:
                 inside += is_killed and out.exists()
                 failed = [rank for rank in found if rank.code is None or (rank.code > 0 and not is_killed)]
                 lost += [(rank.code, rank.error) for rank in failed]
+                if not any(rank.code for rank in found):  # it was faster
+                    break
             last = self.start(out)
             lost += [rank.error or "did not end" for rank in last if rank.code] or self.different(out, whole)
             shutil.rmtree(out, ignore_errors=True)
