@@ -48,8 +48,7 @@ from multipack.models.probe_batch import packed_batch
 from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.inference import load_model
-from multipack.training.run_config import compose, compose_run
-from multipack.training.train import train
+from multipack.training.run_config import compose
 from multipack.words import read_yaml
 
 transformers = pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
@@ -264,7 +263,7 @@ def tokenizer_file(name, change=None):
             check_equal(loaded.encode(TEXT), theirs.encode(TEXT, add_special_tokens=False).ids, "tokens")
             return loaded.encode(TEXT)
 
-        yield Surface(f"tokenizer.json, {name}", file, {of_json: 18, of_steps: 9, of_bytes: 9}, read)
+        yield Surface(f"tokenizer.json, {name}", file, {of_json: 118, of_steps: 9, of_bytes: 59}, read)
 
     return make
 
@@ -482,23 +481,6 @@ def of_lines(content, draw):
     else:
         lines[at] = of_json(lines[at], draw)
     return b"\n".join(lines) + draw.choice((b"\n", b"\n", b""))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of six steps."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"text {n} " * (n % 7 + 1)}) + "\n" for n in range(60))
-    )
-    words = f"data=jsonl data.path={folder}/a.jsonl data.cache={folder}/cache tokenizer=byte model=tiny model.layers=1"
-    words += (
-        " plan.capacity=256 plan.packs_per_step=2 train.steps=6 train.eval_every=3 train.checkpoint_every=3"
-    )
-    words += f" train.dtype=fp32 train.sample_tokens=4 log.documents=true out={folder}/run"
-    with contextlib.redirect_stdout(None):
-        train(compose_run(words.split()))
-    return folder / "run"
 
 
 FILES = {
