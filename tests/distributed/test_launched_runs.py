@@ -36,7 +36,8 @@ def launch():
     started = []
 
     def start(out, processes, words, restarts=0):
-        launcher = ["-m", "multipack", "launch", "-n", str(processes), "--max-restarts", str(restarts), "--"]
+        again = ["--flags", f"--max-restarts {restarts}"] if restarts else []
+        launcher = ["-m", "multipack", "launch", "-n", str(processes), *again, "--"]
         started.append(
             Launched(out, processes, [*launcher, "train", *words, "train.resume=auto", f"out={out}"])
         )
@@ -121,6 +122,10 @@ def test_a_rank_that_dies_or_hangs_ends_the_run_within_the_timeout(long, launch,
     run.until_step(5)
     run.send(how, 1)
     errors = run.end()
-    assert run.launcher.returncode, errors
-    assert f"rank 1 {'ended' if how == signal.SIGKILL else 'did not answer'} at step" in "\n".join(errors)
+    printed = "\n".join(errors)
+    assert f"rank 1 {'ended' if how == signal.SIGKILL else 'did not answer'} at step" in printed
+    assert run.launcher.returncode == (137 if how == signal.SIGKILL else 2), printed
+    assert ("error: rank 1 was killed by SIGKILL" in printed) == (how == signal.SIGKILL)
+    assert "Traceback" not in printed  # nor what torchrun logs
+    assert "closing signal" not in printed
     assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step >= 4

@@ -14,7 +14,7 @@ import pytest
 import sharding as tiny
 import torch
 
-from hf_models import run_words, save_model, short_run
+from hf_models import run_words, save_model
 from multipack.data.stores.prepare import prepare
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import TokenizerConfig, byte_tokenizer
@@ -230,7 +230,7 @@ SLOW_RUNS = [
     Case(4, "", DEEP, "parallel.pipeline=2 parallel.tensor=2 parallel.schedule=interleaved"),
     Case(4, "", "", "parallel.context=2 parallel.tensor=2"),
     Case(4, "", "", "parallel.data=zero3 parallel.offload=cpu train.tiles=3"),
-    Case(4, "", "", "data.readers=2 data.stage=memory"),
+    Case(4, "", "", "data.readers=2"),
     Case(2, "pairs", SMOOTH, "parallel.tensor=2"),
     Case(2, "pairs", REWARD, "parallel.data=zero3"),
     Case(2, "pairs", REWARD, "parallel.data=zero1"),
@@ -397,17 +397,6 @@ def test_eight_bit_moments_continue_on_other_meshes(equal, words, found):
     equal(joined(words, split(more)), meshes(), names="loss", abs=1e-3, rel=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["ddp", "zero1"])
-def test_adamw_of_torchao_continues_on_one_process(equal, tmp_path, data):
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    model = "model=tiny model.d_model=64 model.d_ff=128 model.layers=2 tokenizer=byte log.every=0"
-    more = f"{model} optimizer.name=adamw_4bit_ao optimizer.decay_steps=4"
-    meshes = [(2, f"train.steps=2 parallel.data={data}"), (1, "train.steps=4 parallel.data=ddp")]
-    # Sums of gradients in another order move codes.
-    equal(joined(short_run(tmp_path), split(more)), meshes, names="loss", tensors=1e-3, abs=1e-4, rel=0)
-
-
 # Settings drawn at random
 
 NORMAL = "model.layers=4 model.heads=4 model.vocabulary_size=264 train.eval_every=5 optimizer.decay_steps=8 log.every=1"
@@ -428,7 +417,7 @@ DRAWN = [
 WAYS = [
     ["", "train.recompute=full", "train.recompute=selective"],
     ["", "", "train.tiles=3"],
-    ["", "", "data.readers=1", "data.stage=memory"],
+    ["", "", "data.readers=1"],
     ["", "train.checkpoint_async=true"],
 ]
 

@@ -67,10 +67,7 @@ def slot_difference(
 ) -> str:
     """How saved optimizer state differs from this rank's, for an error message; empty if it does not.
 
-    Args:
-        own: this rank's state, see `optimizer_state`.
-        saved: names and whole shapes of the saved state of all parameters.
-        trained: names of the model's parameters that this rank does not hold frozen.
+    `trained` are names of the model's parameters that this rank does not hold frozen.
     """
     parameters = {name.rpartition(".")[0] for name in own}
     unknown = [
@@ -121,10 +118,7 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
 def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
     """Squared 2-norm of the model's tensors over all ranks, on the run's device: 0-d float64; collective.
 
-    Args:
-        tensors: this rank's tensors by name.
-        mesh: the ranks.
-        duplicates: names that this rank holds and another stage of its pipeline counts.
+    Tensors that this rank lacks count as zeros. Another stage of its pipeline counts `duplicates`.
     """
     total = _squares([tensor for name, tensor in tensors.items() if name not in duplicates], mesh).sum()
     if not mesh.is_plain:

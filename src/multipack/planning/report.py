@@ -35,7 +35,7 @@ class PlanReport:
     data_parallel_size: int
     """Number of ranks that share a step."""
     sync: Sync
-    """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
+    """Where ranks wait for each other: `micro` or `step`."""
     steps: int
     """Number of global steps of the epoch."""
     measured_steps: int
@@ -247,7 +247,7 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     `max_documents` limits packs). A document in its own step is up to half a step away.
     """
     limit, steps = plan.options.max_documents, np.repeat(np.arange(plan.num_steps), np.diff(_bounds(plan)))
-    sizes = plan.options.slots(plan.lengths[plan.document_order])
+    sizes = plan.lengths[plan.document_order]
     by_place = np.argsort(plan.items.places(plan.division.entries))
     share = np.maximum(sizes[by_place], plan.capacity // limit if limit else 1)
     place = np.empty(len(share))
@@ -268,7 +268,11 @@ def _bounds(plan: Plan) -> Integers:
     return plan.of_documents(Packs(plan.order, plan.pack_offsets)).offsets[plan.step_offsets]
 
 
-def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> float:
+PADDED_BATCH_SIZE = 8
+"""Documents in a padded batch, with which reports compare packs."""
+
+
+def padded_share(lengths: ArrayLike, batch_size: int = PADDED_BATCH_SIZE, seed: int = 0) -> float:
     """Share of real tokens when random batches of `batch_size` documents are padded to their longest.
 
     The last batch may be smaller. This is the efficiency of a conventional loader without packing.

@@ -35,13 +35,7 @@ _MIN_WIDTH = 24
 
 
 def wrapped(text: str, columns: int, indent: int = 0) -> str:
-    """Wrap text without breaking words.
-
-    Args:
-        text: the text; existing line breaks are kept.
-        columns: maximum width of a line, including the indent.
-        indent: columns before the text; the first line is returned without them.
-    """
+    """Wrap text without breaking words; its lines stay. The first line is returned without the indent."""
     width = max(columns - indent, _MIN_WIDTH)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = [line for part in text.split("\n") for line in wrapper.wrap(part) or [""]]
@@ -68,12 +62,7 @@ Advance = Callable[..., None]
 
 
 class Console:
-    """Prints for one rank.
-
-    Args:
-        rank: rank of this process.
-        stream: text stream to print to; None = standard output.
-    """
+    """Prints on rank 0, by default to standard output."""
 
     def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
         self.enabled = rank == 0
@@ -136,11 +125,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:
-        """Show a progress bar with the remaining time on a terminal, nothing elsewhere.
-
-        Yields:
-            A function that moves the bar; lines printed meanwhile appear above it.
-        """
+        """Show a progress bar with the remaining time on a terminal, nothing elsewhere; lines appear above it."""
         if not (self.enabled and self._is_terminal):
             yield lambda done, total=None, note="": None
             return

@@ -136,7 +136,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     config, mesh, resumed = opening.config, opening.mesh, opening.resumed
     corpus = read_documents(config, mesh, console)
     start = find_start(config, corpus, resumed, world)
-    model = open_model(config, corpus, start, mesh, clock)
+    model = open_model(config, corpus, start, mesh)
     config, engine = model.config, model.engine
     with console.notice(PLANNING):
         feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
@@ -163,7 +163,7 @@ def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str
     documents = corpus.train if len(corpus.train) else corpus.validation
     if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
         return []
-    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
+    if not (documents.size > 1 or documents.prompt_length(0)):
         return []
     if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
         return []
@@ -303,13 +303,7 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     return Start(shape, weights, folder, base_hash, notes)
 
 
-def open_model(
-    config: Config,
-    corpus: Corpus,
-    start: Start,
-    mesh: Mesh,
-    clock: Callable[[], float],
-) -> OpenModel:
+def open_model(config: Config, corpus: Corpus, start: Start, mesh: Mesh) -> OpenModel:
     """Resolve the settings, and open the engine of the model that they describe; collective.
 
     Raises:
@@ -323,14 +317,14 @@ def open_model(
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
     objective, dtype = objective_of(config, corpus), DTYPES[config.train.dtype]
-    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
+    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype)
     cost_model = CostModel.from_shape(start.shape, adapter=config.adapter)
     return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
 
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    if corpus.arriving is not None or corpus.train.store.item_size == 1:
+    if corpus.arriving is not None or corpus.train.size == 1:
         return Objective(config, corpus)
     from multipack.training.preferences import Preferences
 
@@ -376,18 +370,16 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
     Returns:
         `config.train` with these choices, and notes on them for the header of the run.
     """
-    train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
+    train, on_gpu = config.train, world.device.type == "cuda"
     notes: list[str] = []
     dtype = resolve_dtype(train.dtype, world.device)
     if config.model.architecture and train.compile == "auto":
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
-        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide
-        # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
-        divides = config.plan.longest % parallel.token_multiple == 0
-        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
-        fixed = fixed and not parallel.context_slack
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. Beside plan.budget, the mean of packs, a fixed shape would be
+        # mostly padding.
+        fixed = (on_gpu or dtype.itemsize < 4) and not config.plan.budget
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = ""
@@ -396,8 +388,7 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
 
             problem = next(filter(None, world.gather(compiler_problem(world.device))), "")
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
-        wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
-        train = replace(train, compile="true" if wanted else "false")
+        train = replace(train, compile="true" if on_gpu and not problem else "false")
     chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
     return replace(train, dtype=chosen), notes
 
@@ -462,9 +453,8 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
-        staged = [Detail(corpus.staged)] if corpus.staged else []
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
-        self.notes = [*staged, *warnings, *notes]
+        self.notes = [*warnings, *notes]
         self.training: Feed
         self.steps = train.steps  # 0 = as many as `train.epochs` has, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch

@@ -7,7 +7,6 @@ the run meet, and `check_kind` the settings that depend on the kind of documents
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,7 +59,6 @@ RULES = (
     _of_foreign("train.tiles", 1),
     _of_foreign("train.compile", "false"),
     _of_foreign("model.attention", "auto"),
-    _of_foreign("model.kernels", "torch"),
     Refusal(
         lambda run: run.foreign and run.preference.loss == "reward",
         "preference.loss=reward needs a head of scores, which is not supported {foreign}",
@@ -89,18 +87,13 @@ RULES = (
         " model.attention=auto, or parallel.context_method=ulysses",
     ),
     Refusal(
-        lambda run: run.parallel.context_slack and run.train.fixed_shape == "true",
-        "parallel.context_slack={parallel.context_slack:g} gives context ranks unequal numbers of slots: use"
-        " train.fixed_shape=false, or parallel.context_slack=0",
-    ),
-    Refusal(
         lambda run: run.shares and run.parallel.context > 1 and run.parallel.context_method == "planned",
         "parallel.context_method=planned divides documents, which data.share_prefixes={data.share_prefixes} lets share"
         " tokens: use parallel.context_method=ulysses",
     ),
     Refusal(
         lambda run: (
-            run.shares and run.model.rotation_limit and run.plan.longest > run.model.rotation_limit.tokens
+            run.shares and run.model.rotation_limit and run.plan.capacity > run.model.rotation_limit.tokens
         ),
         "model.{model.rotation_limit}, and shared tokens are of several: use"
         " plan.capacity={model.rotation_limit.tokens} with data.share_prefixes={data.share_prefixes}",
@@ -140,12 +133,6 @@ OF_RANKS = (
         lambda run: run.resumes and run.needed > run.per_rank,
         "parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
         " data-parallel rank, and the resumed run has {per_rank}: use a smaller parallel.pipeline",
-    ),
-    Refusal(
-        lambda run: run.slots % run.parallel.token_multiple,
-        "plan.align={plan.align} leaves {slots} slots of plan.capacity={plan.capacity}, which parallel.context and"
-        " parallel.tensor divide by {parallel.token_multiple}: use plan.capacity={divided_slots}, or"
-        " plan.align={parallel.token_multiple}",
     ),
     Refusal(
         lambda run: run.log.gradient_noise and run.per_rank < 2,
@@ -240,7 +227,6 @@ def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
     ranks, saved = parallel.data_size(processes), plan.packs_per_step
     given = plan.for_ranks(ranks).packs_per_step
     packs = given if config.train.resume == "false" else saved  # a resumed run keeps its packs
-    both, slots = math.lcm(plan.align, parallel.token_multiple), config.pack_slots or 0
     return {
         "ranks": ranks,  # data-parallel
         "packs": packs,  # of a step
@@ -251,6 +237,4 @@ def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
         "named_ranks": counted(ranks, "data-parallel ranks"),
         "named_given": counted(given, "packs"),
         "named_packs": counted(packs, "packs"),
-        "slots": slots,  # of every pack; 0 = they differ
-        "divided_slots": max(slots // both, 1) * both,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from multipack.data.text.data_config import DataConfig, TokenizerConfig
 from multipack.hub import is_name, lasting_name, model_folder
@@ -36,7 +36,7 @@ Documents and tokenizer, which may move, are compared by their hashes when they 
 
 FREE = {
     # Which kernels compute, and where a model's code is read.
-    *("model.attention", "model.kernels", "model.architecture"),
+    *("model.attention", "model.architecture"),
     "model.dropout",
     "model.scores",  # the objective sets it
     *("adapter.base", "adapter.base_hash", "adapter.dropout"),  # the base is compared by its hash
@@ -51,9 +51,7 @@ class ModelConfig(ModelShape):
     attention: str = "auto"
     """Attention backend: `auto` takes the first that supports device, dtype and shape."""
 
-    kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norms, SwiGLU, rotations and the loss by Liger's kernels or torch's; auto = Liger's where it can, on GPUs."""
-
+    RETIRED: ClassVar[dict[str, Any]] = {"kernels": "auto"}
     PRESET_HINT: ClassVar[str] = " or hf:FOLDER, a model of transformers"
 
     @classmethod
@@ -105,18 +103,18 @@ class Config:
     @property
     def document_limit(self) -> int:
         """Maximum number of tokens of a document: the slots of a pack; with learned positions at most the context."""
-        slots = self.plan.longest
+        slots = self.plan.capacity
         return min(slots, self.model.context) if self.model.positions == "learned" else slots
 
     @property
     def pack_slots(self) -> int | None:
         """Number of slots of every pack if all packs have one shape; None if they differ, or `fixed_shape` is auto."""
-        return self.plan.longest if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
+        return self.plan.capacity if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
 
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""
         values = self.model.with_vocabulary(vocabulary_size).to_dict()
-        del values["attention"], values["kernels"]
+        del values["attention"]
         return ModelShape(**values)
 
 
@@ -211,7 +209,7 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
 def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
-    free = {"model.attention", "model.kernels", "model.dropout"}
+    free = {"model.attention", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
@@ -252,7 +250,7 @@ def saved_shape(checkpoint: Path) -> ModelShape:
     try:
         if not isinstance(model, dict):
             raise ConfigError("it has no group `model`")
-        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto", "kernels": "auto"}})
+        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
         shape = config.shape_with(config.model.vocabulary_size)
         if shape.architecture and (checkpoint / "config.json").is_file():
             return replace(shape, architecture=str(checkpoint))

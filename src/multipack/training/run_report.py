@@ -18,11 +18,10 @@ from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.parallel.world import hosts
-from multipack.planning.report import PlanReport, padded_share, report
+from multipack.planning.report import PADDED_BATCH_SIZE, PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
-from multipack.training.blueprint import kernels_of
-from multipack.training.compare import PADDED_BATCH_SIZE, Comparison
+from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
@@ -113,14 +112,14 @@ def brief_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
         *([("adapter", _adapter_text(run))] if run.engine.saved is not None else []),
         ("documents", f"{corpus.description}{held}"),
         ("plan", packs),
-        ("device", f"{ranks}, {_kernels(run)}"),
+        ("device", f"{ranks}, attention {_attention_backend(run)}"),
         ("optimizer", f"{_optimizer(run).partition(';')[0]}: {_schedule(run)}"),
     ]
 
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import loss_curve, write_page
 
     console, folder, log = run.console, run.run, run.files.log
@@ -137,7 +136,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-        console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
+        console.line("\nloss by step\n" + "\n".join(loss_curve(RunData(folder.path), LINE)))
     files = [folder.path, *([folder.latest_checkpoint()] if folder.latest.is_file() else [])]
     if run.corpus.arriving is None:  # a stream may never become a store
         files.append(run.corpus.store_path)
@@ -168,7 +167,7 @@ def header_rows(run: Trainer) -> Rows:
     tokenizer = run.corpus.tokenizer
     return [
         ("device", _device(run)),
-        ("backend", f"{world.backend}, {_kernels(run)}"),
+        ("backend", f"{world.backend}, attention {_attention_backend(run)}"),
         ("world size", counted(world.size, "processes")),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -201,20 +200,17 @@ def _device(run: Trainer) -> str:
     return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
 
 
-def _kernels(run: Trainer) -> str:
-    """The attention backend in effect, and the functions that Liger's kernels compute."""
-    config, shape, device = run.config, run.shape, run.world.device
+def _attention_backend(run: Trainer) -> str:
+    """Name of the attention backend in effect."""
+    config, shape = run.config, run.shape
     if shape.architecture:
-        attention = "multipack in transformers"
-    elif config.parallel.context > 1 and config.parallel.context_method != "ulysses":
-        attention = "planned"
-    else:
-        # Fields of `Request`: causal attention, whose results are not merged over ranks.
-        properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
-        compiled = config.train.compile == "true"
-        attention = BACKENDS[backend_index(config.model.attention, device, *properties, compiled)].name
-    liger = kernels_of(config, shape, device)
-    return f"attention {attention}" + (f", liger ({', '.join(liger)})" if liger else "")
+        return "multipack in transformers"
+    if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
+        return "planned"
+    # Fields of `Request`: causal attention, whose results are not merged over ranks.
+    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
+    compiled = config.train.compile == "true"
+    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name
 
 
 def _style(run: Trainer) -> str:
@@ -337,7 +333,7 @@ def _left_out(corpus: Corpus) -> tuple[Rows, list[str]]:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.noted.lines(), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     return [(kind, fit.describe()) for kind, fit in fits if fit.describe()], skipped
 

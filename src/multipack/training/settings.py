@@ -182,8 +182,10 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
+    RETIRED: ClassVar[dict[str, Any]] = {"decay_shape": "linear", "lr_scaling": "none", "reference_tokens": 0}
+
     name: OptimizerName = DEFAULT_OPTIMIZER
-    """AdamW, its moments in 32, 16, 8 or 4 bits (ao: by torchao), or Muon for matrices of blocks."""
+    """AdamW, its moments in 32, 16 or 8 bits, or Muon for matrices of blocks."""
     lr: Finite = -1.0
     """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: Finite = -1.0
@@ -212,12 +214,6 @@ class OptimizerConfig:
     """Fused AdamW kernel: auto = where the device has one; false = several kernels (foreach)."""
     clip: Amount = 1.0
     """Maximum global norm of the gradient; 0 = no clipping."""
-
-    RETIRED: ClassVar[dict[str, Any]] = {
-        "decay_shape": "linear",
-        "lr_scaling": "none",
-        "reference_tokens": 0,
-    }
 
     def __post_init__(self) -> None:
         """Check ranges."""

@@ -228,11 +228,10 @@ def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) 
         del theirs["family"]  # the shape of words, or of a run of words
     if not initial.shape.scores:  # a reward model starts from a language model
         del theirs["scores"]
-    # `_effective` leaves out context or rope_theta, depending on the positions.
     differing = [
-        f"model.{name}={ours[name]} (there {theirs[name]})"
-        for name in ours
-        if name in theirs and ours[name] != theirs[name]
+        f"model.{name}={value} (there {theirs[name]})"
+        for name, value in ours.items()
+        if theirs.get(name, value) != value
     ]
     if differing:
         raise ValueError(
@@ -248,16 +247,14 @@ def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) 
 
 def _effective(shape: ModelShape) -> dict[str, Any]:
     """The fields of a shape that its weights depend on, with defaults resolved."""
-    found = {
-        **shape.to_dict(),
+    # Under rotary positions the context only limits generation.
+    free = {"dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"}
+    resolved = {
         "architecture": bool(shape.architecture),
         "head_dim": shape.head_width,
         "window_layers": shape.sliding_layers,
     }
-    # Under rotary positions the context only limits generation.
-    for name in ("dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"):
-        del found[name]
-    return found
+    return {name: value for name, value in (shape.to_dict() | resolved).items() if name not in free}
 
 
 def _known_rows(initial: TrainedWeights, tokenizer: Tokenizer, setting: str) -> set[int]:

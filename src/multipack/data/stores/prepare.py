@@ -10,16 +10,14 @@ scheduler: each part writes its own shards, and the part that finishes last comp
 from __future__ import annotations
 
 import hashlib
-import os
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
@@ -31,14 +29,11 @@ from multipack.data.text.skipped import counted
 from multipack.data.text.sources import Source
 from multipack.data.text.texts import Item
 from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
-from multipack.planning.options import check_choice
 
 VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
-_DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14  # bytes of a digest; digests that `_Digests` moves at once
-EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
 
@@ -49,7 +44,6 @@ def prepare(
     out: Path | None = None,
     progress: Progress = silent,
     *,
-    engine: EngineName = "local",
     shards: int = 0,
     part: str = "1/1",
     report: Callable[[str], None] = silent,
@@ -63,7 +57,6 @@ def prepare(
         tokenizer: the tokenizer; trained on the source, if its kind requires it.
         out: folder of the store; None = in the cache.
         progress: called with (done, total, unit) during the work.
-        engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
         report: called with a line of text if finished shards or parts are reused.
@@ -72,7 +65,7 @@ def prepare(
         The folder of the store.
 
     Raises:
-        ImportError: a package that the source, the tokenizer or the engine needs is not installed.
+        ImportError: a package that the source or the tokenizer needs is not installed.
         ValueError: the settings contradict each other, the source is malformed or empty or a stream, or `out` holds
             other files.
     """
@@ -81,8 +74,7 @@ def prepare(
         raise ValueError(
             "data.stream=true is for training while records arrive; leave it out to prepare a store"
         )
-    check_choice("--engine", engine, EngineName)
-    number, parts = _check_options(data, engine, shards, part, out)
+    number, parts = _check_options(data, shards, part, out)
     data = _dated(data, out)
     source = Source(data, tokenizer)
     cache = cache_folder(data.cache)
@@ -95,19 +87,10 @@ def prepare(
     with locked(cache / "stores" / f"{job}.lock"), _alone(out, part, report):
         if _is_complete(path, key):  # another process may have been faster
             return path
-        if engine == "ray":
-            from multipack.data.stores.ray_engine import count_parts, run_parts
-
-            parts = count_parts(source.total, len(source.files))
         begun = StoreHeader.find(path)
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise
-        if engine == "local":
-            _write_part(path, source, built, key, number - 1, parts, shards, progress, report)
-            return path
-        run_parts(_part_writer(path, data, tokenizer, built, key, parts), parts, progress)
-        if not _is_complete(path, key):
-            raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
+        _write_part(path, source, built, key, number - 1, parts, shards, progress, report)
     return path
 
 
@@ -145,22 +128,18 @@ def _alone(out: Path | None, part: str, report: Callable[[str], None]) -> Iterat
         yield
 
 
-def _check_options(
-    data: DataConfig, engine: str, shards: int, part: str, out: Path | None
-) -> tuple[int, int]:
+def _check_options(data: DataConfig, shards: int, part: str, out: Path | None) -> tuple[int, int]:
     """Check options against each other; returns the number of the part, from 1, and the number of parts."""
     is_part = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", part)
     number, parts = (int(digits) for digits in is_part.groups()) if is_part else (0, 0)
-    is_divided, is_stream = parts > 1 or engine == "ray", data.source == "text" and data.division == "stream"
-    given = "--engine ray" if engine == "ray" else "--part"
+    is_stream = data.source == "text" and data.division == "stream"
     for is_wrong, message in (
         (not 1 <= number <= parts, f"--part {part}: i/n, part i of n, such as 1/16 to 16/16"),
         (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
-        (is_divided and shards > 0, f"{given}: each part has its own shards; leave --shards {shards} out"),
-        (is_divided and data.dedup, f"{given}: data.dedup=true finds duplicates within one process only"),
-        (is_stream and is_divided, f"{given} divides documents, and a stream is one: set data.documents"),
+        (parts > 1 and shards > 0, f"--part: each part has its own shards; leave --shards {shards} out"),
+        (parts > 1 and data.dedup, "--part: data.dedup=true finds duplicates within one process only"),
+        (parts > 1 and is_stream, "--part divides documents, and a stream is one: set data.documents"),
         (is_stream and data.dedup, "data.dedup=true: a stream is one document; divide it by data.documents"),
-        (engine == "ray" and parts > 1, "--engine ray runs all parts: leave --part out"),
         (parts > 1 and out is None, "--part needs the folder of the store: name it with --store"),
     ):
         if is_wrong:
@@ -190,9 +169,9 @@ def _write_part(
     key: str,
     part: int,
     parts: int,
-    shards: int = 0,
-    progress: Progress = silent,
-    report: Callable[[str], None] = silent,
+    shards: int,
+    progress: Progress,
+    report: Callable[[str], None],
 ) -> None:
     """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
     source = source.part(part, parts)
@@ -238,73 +217,27 @@ def _write_part(
             raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
 
 
-def _part_writer(
-    path: Path, data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer, key: str, parts: int
-) -> Callable[[int], str]:
-    """A function that writes a part of a store in another process, and returns the error of its source, or nothing."""
-    definition, folder = (tokenizer.to_json(), tokenizer.name), os.getcwd()
-
-    def write(part: int) -> str:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
-        try:
-            os.chdir(folder)  # relative paths are relative to the caller's folder
-            source, loaded = Source(data, config), Tokenizer(*definition)
-            if _job_key(data, source, loaded) != key:
-                return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
-            _write_part(path, source, loaded, key, part, parts)
-        except (ValueError, OSError) as error:
-            return str(error)
-        return ""
-
-    return write
-
-
 def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
-    The first of several duplicates remains, and `source.noted` counts the others. Each item that remains takes some
-    17 bytes of memory, for 16 bytes of BLAKE2b over its texts and targets. (Two of 10¹² different items share a hash
-    with a probability of about 10⁻¹⁵.)
+    The first of several duplicates remains, and `source.noted` counts the others. Items are compared by 16 bytes of
+    BLAKE2b over their texts and targets. (Two of 10¹² different items share a hash with a probability of about 10⁻¹⁵.)
     """
-    seen, form = _Digests(), source.find_form()
-    for item in source.items():
-        if source.config.dedup:
+    if not source.config.dedup:
+        yield from source.items()
+        return
+    form = source.find_form()
+    with closing(sqlite3.connect("")) as seen:  # a temporary file: items that remain take no memory
+        seen.execute("PRAGMA cache_size = -65536")  # KiB: 4 million items before the file is read and written
+        seen.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+        for item in source.items():
             own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
-            if not seen.add(hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()):
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
+            if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", [digest]).rowcount:
+                yield item
+            else:
                 source.noted.skip("duplicates", item[0].name)
-                continue
-        yield item
-
-
-class _Digests:
-    """A set of digests: a sorted array, which grows in its place, and a set of Python for the latest 1/64."""
-
-    def __init__(self) -> None:
-        self._sorted, self._latest = np.empty(0, dtype=f"S{_DIGEST_BYTES}"), set[bytes]()
-
-    def add(self, digest: bytes) -> bool:
-        """Add a digest; returns whether it was missing."""
-        place = self._sorted.searchsorted(digest)
-        if digest in self._latest or self._sorted[place : place + 1].tobytes() == digest:
-            return False
-        self._latest.add(digest)
-        if len(self._latest) >= max(_DIGEST_BLOCK, len(self._sorted) >> 6):
-            self._insert_latest()
-        return True
-
-    def _insert_latest(self) -> None:
-        more = np.frombuffer(b"".join(sorted(self._latest)), dtype=self._sorted.dtype)
-        self._latest.clear()
-        end, last = len(self._sorted), len(more)
-        places = self._sorted.searchsorted(more)
-        self._sorted.resize(end + last, refcheck=False)
-        # The last block moves first.
-        for begin in range(end // _DIGEST_BLOCK * _DIGEST_BLOCK, -1, -_DIGEST_BLOCK):
-            first = int(places.searchsorted(begin))
-            moved = np.insert(self._sorted[begin:end], places[first:last] - begin, more[first:last])
-            self._sorted[begin + first : end + last] = moved
-            end, last = begin, first
 
 
 def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:
