@@ -20,7 +20,7 @@ LEFT_OF = {
     "atomic": "untrusted",
     "checksums": "atomic",
     "machine": "untrusted",
-    "hub": "machine",
+    "hub": "untrusted machine atomic checksums",
     "shapes": "words atomic ranges",
     "run": "words atomic",
     "planning": "ranges words atomic shapes",

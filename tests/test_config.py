@@ -120,7 +120,7 @@ REFUSED = {
     "model.batch_size=64": ["plan.capacity"],
     "config=nowhere.yaml": ["config=nowhere.yaml"],
     "train.init_from=gpt2": ["train.init_from=gpt2"],
-    "train.init_from=none.gguf": ["GGUF", "save_pretrained"],
+    "train.init_from=none.gguf": ["no such file"],
     "train.resume=nowhere": ["train.resume=nowhere"],
     "train.resume=true": ["out="],
     "data.readers=\n": ["data.readers=\\n"],

@@ -53,6 +53,26 @@ def test_code_of_a_model_is_refused(hostile):
         assert "\n" not in str(refused.value)
 
 
+def test_code_beside_a_gguf_file_is_not_run(hostile, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    from multipack.hub import model_folder
+
+    asked = []
+
+    def read(*_, **options):
+        asked.append(options.get("trust_remote_code"))
+        return options.get("dtype"), {"missing_keys": []}
+
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(kind, "from_pretrained", read)
+    file = hostile / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(AttributeError, match="save_pretrained"):  # of what stands for the model
+        model_folder(str(file), "x")
+    assert asked == [False, False]
+
+
 def test_a_kernel_that_a_configuration_names_is_not_fetched(tmp_path, monkeypatch):
     """Every way to open a model asks for an implementation of its own, whatever config.json says."""
     transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ A group (a dataclass that is a field of the schema) may define
 - `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
   ones unless it is 0, so a word for one of them sets the later ones to 0,
 - `RETIRED`: fields of earlier versions → their former defaults. `base`, the values of a saved run, may have them, and a
-  file with these values. `name=value` is a former value of a field that `base` may have.
+  file with these values.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def merge(
     ignored = set(dict(pairs))  # a saved value need not be legal any more if a word replaces it
     retired = _retired(groups)
     ignored |= retired.keys()
-    saved = [pair for pair in flatten(base or {}).items() if not {pair[0], "{}={}".format(*pair)} & ignored]
+    saved = [pair for pair in flatten(base or {}).items() if pair[0] not in ignored]
     files = [
         _translated(
             (pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate

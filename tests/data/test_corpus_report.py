@@ -98,7 +98,7 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
     assert (told["documents"], told["duplicates"], told["shards"]) == (20, 0, 2)
     assert told["histogram"] == CorpusReport(folder).to_dict()["histogram"]
-    for more in (words, ["--shards", "2"]):
+    for more in (words, ["--engine", "ray"], ["--shards", "2"]):
         refused = CliRunner().invoke(app, ["prepare", *more, "--report", str(folder)])
         assert "only reports: leave out settings and all options but --json" in str(refused.exception)
 

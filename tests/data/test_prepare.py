@@ -230,10 +230,12 @@ def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):
     stream = config(source="text", path=text_file("abc"), documents="stream")
     for asked, options, found in (
         (data, {"shards": -1}, "--shards -1"),
+        (data, {"engine": "rey"}, r"--engine='rey'.*nearest: ray"),
         (data, {"part": "0/3"}, "--part 0/3"),
         (data, {"part": "4/3"}, "--part 4/3"),
         (data, {"part": "a"}, "--part a"),
         (data, {"part": "1/2", "shards": 2}, "--part.*--shards 2"),
+        (data, {"part": "1/2", "engine": "ray"}, "leave --part out"),
         (config(source="jsonl", path=corpus, dedup=True), {"part": "1/2"}, "data.dedup=true"),
         (stream, {"part": "1/2"}, "a stream is one"),
         (config(source="text", path=text_file("abc"), documents="stream", dedup=True), {}, "data.dedup=true"),

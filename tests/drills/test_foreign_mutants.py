@@ -9,7 +9,7 @@ mutant that is accepted and
     import-config                         with a key that is neither honored nor named, or other settings in its YAML
     settings                              with a value that the configuration does not have
 
-Reports show what they read: there the outcome is only counted.
+Weights in GGUF files have no checksum, and reports show what they read: there the outcome is only counted.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ from multipack.data.text.tokenizer import (
     train_bpe,
 )
 from multipack.data.views.stored_lengths import read_lengths
+from multipack.hub import model_folder
 from multipack.imports.imported import translate_keys
 from multipack.models.decoder import Decoder
 from multipack.models.foreign import foreign_shape, open_foreign
@@ -112,6 +113,40 @@ def foreign_logits(folder):
         check_isolated(shape, torch.device("cpu"))  # a run begins with it
         raise
     return found.shape, round(float(found.double().abs().sum()), 3)
+
+
+def gguf_file(folder):
+    from test_gguf import write
+
+    pytest.importorskip("gguf")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
+    vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
+    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
+    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
+    file = folder / "tiny.gguf"
+    write(file, model, tokens, ["a b"])
+    begin = file.read_bytes().rfind(b"output_norm.weight") + 64
+
+    def of_header(content, draw):
+        """Damage to the settings, the lists of tokens and the table of tensors; half of it to numbers."""
+        header = bytearray(content[:begin])
+        if draw.random() < 0.5:
+            return of_bytes(bytes(header), draw) + content[begin:]
+        at = draw.randrange(8, begin - 8)
+        header[at : at + 8] = draw.choice((0, 1, 2**31, 2**63, 2**64 - 1, 10**6)).to_bytes(8, "little")
+        return bytes(header) + content[begin:]
+
+    def read():
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        found = model_folder(str(file), "train.init_from")
+        with torch.no_grad():
+            logits = load_model(found).logits(packed_batch([[5, 9, 70, 3]]))
+        return round(float(logits.double().abs().sum()), 3), Tokenizer.load(found).encode(TEXT)
+
+    yield Surface("GGUF", file, {of_header: 20, of_bytes: 10}, read)
 
 
 def adapter(name):
@@ -513,6 +548,7 @@ SURFACES = {
         f"config.json of hf:{kind}": foreign_model(kind)
         for kind in ("llama", "gpt2", "mixtral", "gpt_oss", "phi", "deepseek_v3", "opt", "gpt_neox")
     },
+    "GGUF": gguf_file,
     "adapter_config.json": adapter("adapter_config.json"),
     "adapter_model.safetensors": adapter("adapter_model.safetensors"),
     "tokenizer.json, bytes": tokenizer_file("bytes"),

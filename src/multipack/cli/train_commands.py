@@ -65,6 +65,7 @@ def prepare(
     store: Annotated[Path | None, typer.Option(help="Folder of the store; default: in the cache.")] = None,
     shards: Annotated[int, typer.Option(help="Approximate number of shards; 0 = by tokens.")] = 0,
     part: Annotated[str, typer.Option(help="i/n: tokenize part i of n of one store.")] = "1/1",
+    engine: Annotated[str, typer.Option(help="local, or ray: all parts as tasks of a cluster.")] = "local",
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     show: Annotated[int, option("Print this many documents, with their targets marked.", min=0)] = 0,
     as_json: Json = False,
@@ -95,8 +96,8 @@ def prepare(
     console = Console(stream=sys.stderr if as_json else None)
     composed = resolve_weights(compose(words or []))
     if report is None:
-        path = _tokenize(words or [], composed, console, store, shards=shards, part=part)
-    elif words or store or shards or part != "1/1":
+        path = _tokenize(words or [], composed, console, store, shards=shards, part=part, engine=engine)
+    elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
     else:
         path = report
@@ -133,9 +134,9 @@ def _tokenize(words: list[str], config: Config, console: Console, store: Path | 
 
     check_documents_named(given_values(words, translate), config.train.init_from)
     sets = validation_sets(config.data)
-    if sets and (store or options["part"] != "1/1"):
+    if sets and (store or options["part"] != "1/1" or options["engine"] != "local"):
         raise ValueError(
-            "--store and --part are about one store: prepare the documents of data.validation_path by a"
+            "--store, --part and --engine are about one store: prepare the documents of data.validation_path by a"
             " command of their own, with tokenizer=STORE/tokenizer.json"
         )
     with console.progress("tokenizing") as advance:

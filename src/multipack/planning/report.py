@@ -269,7 +269,7 @@ def _bounds(plan: Plan) -> Integers:
 
 
 PADDED_BATCH_SIZE = 8
-"""Documents in a padded batch, with which reports compare packs."""
+"""Documents in a padded batch, with which packs are compared."""
 
 
 def padded_share(lengths: ArrayLike, batch_size: int = PADDED_BATCH_SIZE, seed: int = 0) -> float:

@@ -146,27 +146,27 @@ class AdapterConfig:
         Raises:
             ValueError: they have not; the message names the nearest legal choice.
         """
-        if self.format is None or shape.architecture:
+        if self.format is None or self.format.block == 1 or shape.architecture:
             return
         block = self.format.block
-        rows = {
-            "d_model": shape.d_model,
-            "heads × head_dim": shape.heads * shape.head_width,
-            "d_ff": shape.d_ff,
-        }
-
-        def cut(ranks: int) -> list[str]:
-            """The rows without whole blocks on so many ranks, which divide all but the residual stream."""
-            sizes = {name: size / (1 if name == "d_model" else ranks) for name, size in rows.items()}
-            return [f"model.{name}={rows[name]}" for name, size in sizes.items() if size % block]
-
-        if names := cut(ranks):
-            other = next(name for name, row in FORMATS.items() if row.block == 1)
-            fitting = [each for each in range(1, ranks) if ranks % each == 0 and not cut(each)]
-            advice = f"parallel.tensor={fitting[-1]}, or " if fitting else ""
+        other = next(name for name, row in FORMATS.items() if row.block == 1)
+        divided = {"heads × head_dim": shape.heads * shape.head_width, "d_ff": shape.d_ff}
+        for name, size in {"d_model": shape.d_model, **divided}.items():
+            if size % block:
+                raise ValueError(
+                    f"adapter.quantize={self.quantize} divides the {size} numbers of a row (model.{name}) into blocks"
+                    f" of {block}, of which that is no multiple: use adapter.quantize={other}"
+                )
+        fitting = [
+            each
+            for each in range(1, ranks + 1)
+            if ranks % each == 0 and all(size % (each * block) == 0 for size in divided.values())
+        ]
+        if fitting[-1] != ranks:
             raise ValueError(
-                f"adapter.quantize={self.quantize} has blocks of {block} numbers, and parallel.tensor={ranks} no"
-                f" whole ones in rows of {' and '.join(names)}: use {advice}adapter.quantize={other}"
+                f"parallel.tensor={ranks} divides rows of {' and '.join(map(str, divided.values()))} numbers"
+                f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {block} of"
+                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize={other}"
             )
 
 

@@ -86,8 +86,11 @@ WINDOW = Setting(
 
 def _layer_types(shape: Any) -> dict[str, Any]:
     kinds = ("full_attention", "sliding_attention")
-    written = {"layer_types": [kinds[shape.window_of(layer) > 0] for layer in range(shape.layers)]}
-    return written | ({"sliding_window_pattern": shape.full_every} if shape.full_every else {})
+    listed = [kinds[shape.window_of(layer) > 0] for layer in range(shape.layers)]
+    return {
+        "layer_types": listed,
+        **({"sliding_window_pattern": shape.full_every} if shape.full_every else {}),
+    }
 
 
 SOME_WINDOWS = (WINDOW, Setting("full_every", lambda _, fields: fields.get("full_every", 0), _layer_types))
@@ -122,13 +125,12 @@ ROPE_WIDTH = Setting(
 )
 
 
-def _unrotated_every(config: Config) -> int | None:
-    """Which layers have no positions: every n-th; 0 = none, None = no such pattern."""
-    layers, every = number_of(config, SIZES["layers"]), number_of(config, ("no_rope_layer_interval",))
-    listed = config.get("no_rope_layers")
+def _unrotated_every(config: Config, layers: int) -> int:
+    """Which layers have no positions: every n-th; 0 = none."""
+    every, listed = number_of(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
     if not isinstance(listed, list):
         return every if every <= layers else 0
-    return next((n for n in range(layers + 1) if listed == _rotated(layers, n)), None)
+    return next((n for n in range(layers + 1) if listed == _rotated(layers, n)), 0)
 
 
 def _rotated(layers: int, unrotated_every: int) -> list[int]:
@@ -142,11 +144,17 @@ def _written_unrotated(shape: Any) -> dict[str, Any]:
     return written | ({"no_rope_layer_interval": every} if every else {})
 
 
+def _irregular_layers(config: Config) -> list[str]:
+    listed, layers = config.get("no_rope_layers"), number_of(config, SIZES["layers"])
+    is_regular = not isinstance(listed, list) or listed == _rotated(layers, _unrotated_every(config, layers))
+    return [] if is_regular else ["no_rope_layers"]
+
+
 NO_ROPE_LAYERS = Setting(
     "unrotated_every",
-    lambda config, _: _unrotated_every(config) or 0,
+    lambda config, fields: _unrotated_every(config, fields["layers"]),
     _written_unrotated,
-    contradicts=lambda config: ["no_rope_layers"] if _unrotated_every(config) is None else [],
+    contradicts=_irregular_layers,
 )
 UNROTATED_WHERE_FULL = Setting(
     "unrotated_every",
@@ -306,11 +314,6 @@ class Family:
     def fields(self) -> set[str]:
         """The fields of `ModelShape` that `settings` state."""
         return {setting.field for setting in self.settings}
-
-    def switches_of(self, width: int) -> dict[str, Any]:
-        """The switches of a model of this width."""
-        scale = self.switches.get("embedding_scale")
-        return self.switches | ({"embedding_scale": math.sqrt(width)} if scale == SQRT_WIDTH else {})
 
     @property
     def score_architecture(self) -> str:

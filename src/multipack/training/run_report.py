@@ -21,6 +21,7 @@ from multipack.parallel.world import hosts
 from multipack.planning.report import PADDED_BATCH_SIZE, PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
+from multipack.training.blueprint import kernels_of
 from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
@@ -112,7 +113,7 @@ def brief_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
         *([("adapter", _adapter_text(run))] if run.engine.saved is not None else []),
         ("documents", f"{corpus.description}{held}"),
         ("plan", packs),
-        ("device", f"{ranks}, attention {_attention_backend(run)}"),
+        ("device", f"{ranks}, {_kernels(run)}"),
         ("optimizer", f"{_optimizer(run).partition(';')[0]}: {_schedule(run)}"),
     ]
 
@@ -167,7 +168,7 @@ def header_rows(run: Trainer) -> Rows:
     tokenizer = run.corpus.tokenizer
     return [
         ("device", _device(run)),
-        ("backend", f"{world.backend}, attention {_attention_backend(run)}"),
+        ("backend", f"{world.backend}, {_kernels(run)}"),
         ("world size", counted(world.size, "processes")),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -200,17 +201,20 @@ def _device(run: Trainer) -> str:
     return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
 
 
-def _attention_backend(run: Trainer) -> str:
-    """Name of the attention backend in effect."""
-    config, shape = run.config, run.shape
+def _kernels(run: Trainer) -> str:
+    """The attention backend in effect, and the functions that Liger's kernels compute."""
+    config, shape, device = run.config, run.shape, run.world.device
     if shape.architecture:
-        return "multipack in transformers"
-    if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
-        return "planned"
-    # Fields of `Request`: causal attention, whose results are not merged over ranks.
-    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
-    compiled = config.train.compile == "true"
-    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name
+        attention = "multipack in transformers"
+    elif config.parallel.context > 1 and config.parallel.context_method != "ulysses":
+        attention = "planned"
+    else:
+        # Fields of `Request`: causal attention, whose results are not merged over ranks.
+        properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
+        compiled = config.train.compile == "true"
+        attention = BACKENDS[backend_index(config.model.attention, device, *properties, compiled)].name
+    liger = kernels_of(config, shape, device)
+    return f"attention {attention}" + (f", liger ({', '.join(liger)})" if liger else "")
 
 
 def _style(run: Trainer) -> str:

@@ -10,6 +10,7 @@ scheduler: each part writes its own shards, and the part that finishes last comp
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 
@@ -29,11 +31,13 @@ from multipack.data.text.skipped import counted
 from multipack.data.text.sources import Source
 from multipack.data.text.texts import Item
 from multipack.data.text.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
+from multipack.planning.options import check_choice
 
 VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
+EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
 
@@ -44,6 +48,7 @@ def prepare(
     out: Path | None = None,
     progress: Progress = silent,
     *,
+    engine: EngineName = "local",
     shards: int = 0,
     part: str = "1/1",
     report: Callable[[str], None] = silent,
@@ -57,6 +62,7 @@ def prepare(
         tokenizer: the tokenizer; trained on the source, if its kind requires it.
         out: folder of the store; None = in the cache.
         progress: called with (done, total, unit) during the work.
+        engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
         report: called with a line of text if finished shards or parts are reused.
@@ -65,7 +71,7 @@ def prepare(
         The folder of the store.
 
     Raises:
-        ImportError: a package that the source or the tokenizer needs is not installed.
+        ImportError: a package that the source, the tokenizer or the engine needs is not installed.
         ValueError: the settings contradict each other, the source is malformed or empty or a stream, or `out` holds
             other files.
     """
@@ -74,7 +80,8 @@ def prepare(
         raise ValueError(
             "data.stream=true is for training while records arrive; leave it out to prepare a store"
         )
-    number, parts = _check_options(data, shards, part, out)
+    check_choice("--engine", engine, EngineName)
+    number, parts = _check_options(data, engine, shards, part, out)
     data = _dated(data, out)
     source = Source(data, tokenizer)
     cache = cache_folder(data.cache)
@@ -87,10 +94,19 @@ def prepare(
     with locked(cache / "stores" / f"{job}.lock"), _alone(out, part, report):
         if _is_complete(path, key):  # another process may have been faster
             return path
+        if engine == "ray":
+            from multipack.data.stores.ray_engine import count_parts, run_parts
+
+            parts = count_parts(source.total, len(source.files))
         begun = StoreHeader.find(path)
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise
-        _write_part(path, source, built, key, number - 1, parts, shards, progress, report)
+        if engine == "local":
+            _write_part(path, source, built, key, number - 1, parts, shards, progress, report)
+            return path
+        run_parts(_part_writer(path, data, tokenizer, built, key, parts), parts, progress)
+        if not _is_complete(path, key):
+            raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
     return path
 
 
@@ -128,18 +144,22 @@ def _alone(out: Path | None, part: str, report: Callable[[str], None]) -> Iterat
         yield
 
 
-def _check_options(data: DataConfig, shards: int, part: str, out: Path | None) -> tuple[int, int]:
+def _check_options(
+    data: DataConfig, engine: str, shards: int, part: str, out: Path | None
+) -> tuple[int, int]:
     """Check options against each other; returns the number of the part, from 1, and the number of parts."""
     is_part = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", part)
     number, parts = (int(digits) for digits in is_part.groups()) if is_part else (0, 0)
-    is_stream = data.source == "text" and data.division == "stream"
+    is_divided, is_stream = parts > 1 or engine == "ray", data.source == "text" and data.division == "stream"
+    given = "--engine ray" if engine == "ray" else "--part"
     for is_wrong, message in (
         (not 1 <= number <= parts, f"--part {part}: i/n, part i of n, such as 1/16 to 16/16"),
         (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
-        (parts > 1 and shards > 0, f"--part: each part has its own shards; leave --shards {shards} out"),
-        (parts > 1 and data.dedup, "--part: data.dedup=true finds duplicates within one process only"),
-        (parts > 1 and is_stream, "--part divides documents, and a stream is one: set data.documents"),
+        (is_divided and shards > 0, f"{given}: each part has its own shards; leave --shards {shards} out"),
+        (is_divided and data.dedup, f"{given}: data.dedup=true finds duplicates within one process only"),
+        (is_stream and is_divided, f"{given} divides documents, and a stream is one: set data.documents"),
         (is_stream and data.dedup, "data.dedup=true: a stream is one document; divide it by data.documents"),
+        (engine == "ray" and parts > 1, "--engine ray runs all parts: leave --part out"),
         (parts > 1 and out is None, "--part needs the folder of the store: name it with --store"),
     ):
         if is_wrong:
@@ -169,9 +189,9 @@ def _write_part(
     key: str,
     part: int,
     parts: int,
-    shards: int,
-    progress: Progress,
-    report: Callable[[str], None],
+    shards: int = 0,
+    progress: Progress = silent,
+    report: Callable[[str], None] = silent,
 ) -> None:
     """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
     source = source.part(part, parts)
@@ -215,6 +235,27 @@ def _write_part(
             reasons += f"; the first: {source.fault}" if source.fault else ""
             where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
             raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
+
+
+def _part_writer(
+    path: Path, data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer, key: str, parts: int
+) -> Callable[[int], str]:
+    """A function that writes a part of a store in another process, and returns the error of its source, or nothing."""
+    definition, folder = (tokenizer.to_json(), tokenizer.name), os.getcwd()
+
+    def write(part: int) -> str:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+        try:
+            os.chdir(folder)  # relative paths are relative to the caller's folder
+            source, loaded = Source(data, config), Tokenizer(*definition)
+            if _job_key(data, source, loaded) != key:
+                return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
+            _write_part(path, source, loaded, key, part, parts)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""
+
+    return write
 
 
 def items_of(source: Source) -> Iterator[Item]:
