@@ -192,13 +192,6 @@ def verdict(config, tmp_path, monkeypatch):
     return of
 
 
-def test_a_refusal_is_one_line(verdict):
-    """Before Axolotl's own validation, whose errors have many; `test_axolotl_plugin` has all of them."""
-    message = verdict(multipack_prob=False)
-    assert "multipack_prob is not a key of the multipack plugin; did you mean" in message
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("flattening", [None, True, "auto"])
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])

@@ -43,18 +43,13 @@ def test_a_flattened_row_is_what_transformers_makes():
             assert value == theirs[name]
 
 
-def test_a_padded_batch_is_flattened():
+def test_padded_rows_and_padding_before_documents():
     padded = PackedDataCollator("padded", pad_id=3)(DOCUMENTS)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 8, 9], [10, 11, 3, 3, 3], [12, 13, 14, 3, 3]]
     assert padded["attention_mask"].sum(dim=1).tolist() == [5, 2, 3]
-    left = {name: padded[name].clone() for name in ("input_ids", "labels", "attention_mask")}
-    for values in left.values():  # padding before the documents
-        values[1], values[2] = values[1].roll(3), values[2].roll(2)
-    ours = PackedDataCollator()(DOCUMENTS)
-    for batch in (padded, left):
-        again = PackedDataCollator()(batch)
-        for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "seq_idx"):
-            assert ours[name].equal(again[name])
+    columns = {name: padded[name].flip(1) for name in ("input_ids", "labels", "attention_mask")}
+    left = [{name: values[row] for name, values in columns.items()} for row in range(3)]
+    assert PackedDataCollator()(left)["input_ids"].tolist() == [[9, 8, 7, 6, 5, 11, 10, 14, 13, 12]]
 
 
 def test_documents_that_change_the_rotation_of_their_row_are_refused():
@@ -71,9 +66,10 @@ def test_no_documents_are_one_token_without_a_label():
 
 
 def test_masks():
-    row = PackedDataCollator("4d_mask", mask="boolean", window=2)(DOCUMENTS)
+    row = PackedDataCollator("4d_mask", window=2)(DOCUMENTS)
     assert "cu_seq_lens_q" not in row
-    seen = row["attention_mask"]
+    seen = row["attention_mask"] == 0
+    assert row["attention_mask"].min() == torch.finfo(torch.float32).min
     assert seen.shape == (1, 1, 10, 10)
     assert [seen[0, 0, token].nonzero().flatten().tolist() for token in (0, 3, 5, 6, 9)] == [
         [0],
@@ -84,7 +80,6 @@ def test_masks():
     ]
     added = PackedDataCollator("4d_mask", window={"a": None, "b": 2})(DOCUMENTS)["attention_mask"]
     assert (added["b"] == 0).equal(seen)
-    assert added["b"].min() == torch.finfo(torch.float32).min
     assert (added["a"] == 0).sum() == 15 + 3 + 6
 
 
@@ -110,16 +105,14 @@ TEXTS = [
 
 
 @KINDS
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_are_those_of_transformers(kind, attention, dtype):
-    """In shape, dtype and every value: additive for eager attention, boolean for sdpa."""
+def test_masks_are_those_of_transformers(kind, dtype):
+    """In shape, dtype and every value, for eager attention."""
     config = config_of(kind)
     masking = pytest.importorskip("transformers.masking_utils", reason="since transformers 4.53")
-    config._attn_implementation = attention
-    how = "additive" if attention == "eager" else "boolean"
+    config._attn_implementation = "eager"
     flat = PackedDataCollator()(TEXTS)
-    collate = PackedDataCollator("4d_mask", mask=how, dtype=dtype, window=windows_of(config))
+    collate = PackedDataCollator("4d_mask", dtype=dtype, window=windows_of(config))
     ours, slots = collate(TEXTS)["attention_mask"], flat["input_ids"].numel()
     given = {"config": config, "attention_mask": None, "past_key_values": None}
     given |= dict.fromkeys(("inputs_embeds", "input_embeds"), torch.zeros(1, slots, 16, dtype=dtype))
@@ -146,8 +139,6 @@ def test_models_compute_documents_alone_with_masks_and_with_positions(kind, atte
     collators = [PackedDataCollator("4d_mask", window=window)]
     if makes_document_masks():
         collators.append(PackedDataCollator())
-    if attention == "sdpa":
-        collators.append(PackedDataCollator("4d_mask", mask="boolean", window=window))
     padded = PackedDataCollator("padded")(TEXTS)
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([d["input_ids"]]), use_cache=False).logits[0] for d in TEXTS])

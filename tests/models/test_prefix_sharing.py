@@ -123,7 +123,7 @@ def test_objectives_equal_those_of_pairs_that_share_nothing(name):
         spans = [[prompt, prompt + first]], [[prompt - 1, prompt + second]]
         both = (Document(a.astype(np.uint16), np.array(b)) for a, b in zip(answers, spans, strict=True))
         items.append(PreferencePair(*both, -9.0 * rng.random(2), 0.5, name != "kto"))
-    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, align=1, min_prefix=None)
+    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, min_prefix=None)
     sharing = SimpleNamespace(**vars(plan) | {"min_prefix": 4})
     torch.manual_seed(3)
     model = PreferenceDecoder(dataclasses.replace(LLAMA, scores=int(name == "reward")), loss=name).double()
@@ -155,8 +155,3 @@ def test_lengths_that_decide_the_rotation_are_those_of_whole_unshared_documents(
     half = dataclasses.replace(batch, position_ids=batch.position_ids[:9])  # of one of two context ranks
     with pytest.raises(ValueError, match=rf"rope_type={kind} .*parallel.context=1"):
         model.rotation(half)
-
-
-def test_alignment_cannot_be_shared():
-    with pytest.raises(ValueError, match=r"plan\.align=8 .*share_prefixes"):
-        PackedCollator(2, 9, align=8, min_prefix=2)

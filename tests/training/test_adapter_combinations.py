@@ -49,44 +49,37 @@ PAIRS = [
     {"prompt": "say", "chosen": "abcdefghij"[number % 5 :], "rejected": "zyx" * (1 + number % 4)}
     for number in range(40)
 ]
-SAME = {
-    "full": "train.recompute=full",
-    "selective": "train.recompute=selective",
-    "tiles": "train.tiles=2",
-    "fixed": "train.fixed_shape=true",
-    "offload": "parallel.data=zero3 parallel.offload=cpu",
-    "average": "train.ema_decay=0.9",
-}
+SAME = (
+    "train.recompute=full",
+    "train.recompute=selective",
+    "train.tiles=2",
+    "train.fixed_shape=true",
+    "parallel.data=zero3 parallel.offload=cpu",
+    "train.compile=true",
+    "train.dtype=bf16",
+)
+"""Settings with which losses are the same, but for rounding in bf16."""
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("name", [*SAME, "compile", "bf16"])
 @pytest.mark.slow
-def test_losses_are_the_same(tmp_path, base, kind, name):
-    words = {**SAME, "compile": "train.compile=true", "bf16": "train.dtype=bf16"}[name].split()
+def test_losses_are_the_same(tmp_path, base, kind):
     expected, _ = run(tmp_path, base, kind, records=TEXTS, out="plain")
-    found, records = run(tmp_path, base, kind, *words, records=TEXTS)
-    assert len(found) == len(expected) > 4
-    np.testing.assert_allclose(found, expected, rtol=5e-3 if name == "bf16" else 1e-5)
-    assert ("val_loss_ema" in records[-1]) == (name == "average")
+    assert len(expected) > 4
+    for words in SAME:
+        found, _ = run(tmp_path, base, kind, *words.split(), records=TEXTS, out=words)
+        limit = 5e-3 if "bf16" in words else 1e-5
+        np.testing.assert_allclose(found, expected, rtol=limit, err_msg=words)
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [
-        pytest.param("qlora", "sigmoid", marks=pytest.mark.slow),
-        *(
-            pytest.param(kind, loss, marks=pytest.mark.slow)
-            for kind in ("lora", "qdora")
-            for loss in ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "qdora"])
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
 def test_the_reference_of_pairs_is_the_model_without_adapters(tmp_path, base, kind, loss):
     start = ["data.format=preference", f"preference.loss={loss}", "preference.beta=1"]
     _, records = run(tmp_path, base, kind, *start, records=PAIRS)
     assert records[-1]["val_reward_margin"] > records[0]["val_reward_margin"]
-    if loss in ("simpo", "orpo"):
+    if loss == "simpo":  # which has no reference
         return
     assert abs(records[0]["val_reward_margin"]) < 1e-4
     found = load_file(tmp_path / "run" / REFERENCE)

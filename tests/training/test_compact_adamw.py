@@ -1,8 +1,7 @@
-"""AdamW with moments in bfloat16 and in 8 bits: its definition, its bytes, its rounding, and what it learns."""
+"""AdamW with moments in bfloat16 and in 8 bits: its definition, its bytes and its rounding."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from multipack.parallel.state import create_optimizer_state, optimizer_state
 from multipack.training.checks import check
@@ -22,25 +21,32 @@ def test_moments_are_those_of_adamw_but_for_one_rounding(name, limit):
     """Sources: torch's AdamW on one step, of which bfloat16 keeps 8 bits and float8 4, down to 2^-9 of its scale."""
     model, other = (torch.nn.Linear(300, 7) for _ in range(2))
     other.load_state_dict(model.state_dict())
-    states = []
-    for each, kind in ((model, name), (other, "adamw")):
-        optimizer = optimizer_of(each, kind, lr=1e-2, weight_decay=0.2)
-        torch.manual_seed(0)
-        for parameter in each.parameters():
-            parameter.grad = torch.randn_like(parameter) * torch.logspace(-2, 2, parameter.shape[-1])
-        optimizer.step()
-        states.append(optimizer.state[each.weight])
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+    optimizers = [
+        optimizer_of(each, kind, lr=1e-2, weight_decay=0.2)
+        for each, kind in ((model, name), (other, "adamw"))
+    ]
+
+    def step():
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            torch.manual_seed(0)
+            for parameter in each.parameters():
+                parameter.grad = torch.randn_like(parameter) * torch.logspace(-2, 2, parameter.shape[-1])
+            optimizer.step()
+        return zip(model.parameters(), other.parameters(), strict=True)
+
+    for ours, theirs in step():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)  # rounded after the update
     for slot in ("exp_avg", "exp_avg_sq"):
-        found, expected = states[0][slot].float(), states[1][slot]
+        state, expected = optimizers[0].state[model.weight], optimizers[1].state[other.weight][slot]
+        found, least = state[slot].float(), torch.zeros(())
         if name == "adamw_8bit":
-            scale = states[0][f"{slot}_scale"].repeat_interleave(256, 1)[:, :300]
+            scale = state[f"{slot}_scale"].repeat_interleave(256, 1)[:, :300]
             least = 2**-8 * scale
             found, expected = found * scale, expected.sqrt() if slot == "exp_avg_sq" else expected
-        else:
-            least = torch.zeros(())
         assert ((found - expected).abs() <= expected.abs() * limit + least).all()
+    for _ in range(5):  # the mean element moves by the learning rate, as under AdamW
+        pairs = list(step())
+    assert all((ours - theirs).abs().mean() <= limit * 5e-2 for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize(
@@ -72,32 +78,6 @@ def test_small_changes_of_moments_are_not_lost(name):
     for _ in range(1000):
         optimizer.step()
     assert second_moment() / first == pytest.approx(0.999**1000, rel=0.1)
-
-
-def test_they_learn_what_adamw_learns():
-    """Loss of the last steps of 150: noise of rounding moves it less than another order of documents does (1 %)."""
-    losses = {}
-    for name in ("adamw", *KINDS):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Embedding(32, 16),
-            torch.nn.Flatten(),
-            torch.nn.Linear(128, 64),
-            torch.nn.GELU(),
-            torch.nn.Linear(64, 32),
-        )
-        optimizer, draw, found = optimizer_of(model, name, lr=3e-3), torch.Generator().manual_seed(1), []
-        for _ in range(150):
-            x = torch.randint(0, 32, (64, 8), generator=draw)
-            loss = F.cross_entropy(model(x), (3 * x[:, 0]) % 32)
-            model.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses[name] = sum(found[-10:]) / 10
-    assert losses["adamw"] < 1.0 < found[0]
-    for name in KINDS:
-        assert losses[name] == pytest.approx(losses["adamw"], abs=0.05), losses
 
 
 def test_what_cannot_be_combined_is_one_line():

@@ -198,16 +198,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, source, stop):
 
 
 def test_a_run_trains_until_its_stream_ends(folder, tmp_path, capsys):
-    more = [
-        "optimizer.lr_scaling=sqrt",
-        "optimizer.reference_tokens=1024",
-        "train.eval_every=0",
-        "log.verbose=true",
-    ]
+    more = ["train.eval_every=0", "log.verbose=true"]
     result = train(config_of(folder, *more, "plan.budget=48", f"out={tmp_path / 'run'}"))
     printed = " ".join(capsys.readouterr().out.split())
     assert f"ended after step {result.step} of 1000: the stream of documents has ended" in printed
-    assert "sqrt in 192 targets a step over 1,024" in printed  # four packs of 48 tokens in the mean
 
 
 def test_all_ranks_end_when_documents_come_too_late_for_one(folder):
@@ -273,7 +267,7 @@ def test_impossible_settings_and_states_are_refused(folder):
     with pytest.raises(ValueError, match="tail keep or drop"):
         feed_of(folder, "plan.tail=carry")
     state = feed_of(folder, "plan.capacity=128").state_dict()
-    with pytest.raises(ValueError, match="capacity was 128 and is 64"):
+    with pytest.raises(ValueError, match="capacity from 128 to 64"):
         feed_of(folder).load_state_dict(state)
 
 

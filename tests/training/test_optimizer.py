@@ -73,12 +73,10 @@ def test_muon_updates_matrices_of_blocks_and_adamw_the_rest(model):
         assert values.max() < 1.4, name
 
 
-def test_fused_needs_a_kernel():
+def test_devices_without_a_fused_kernel_have_several():
     model = torch.nn.Linear(2, 2, device="meta")
     group = build_optimizer(model, OptimizerConfig()).param_groups[0]
     assert (bool(group["foreach"]), bool(group["fused"])) == (True, False)
-    with pytest.raises(ValueError, match=r"optimizer\.fused=true .*meta"):
-        build_optimizer(model, OptimizerConfig(fused="true"))
 
 
 def test_the_first_matching_rule_applies(model):
@@ -116,7 +114,7 @@ def test_frozen_weights_stay_and_rates_are_scaled(model):
 def test_rules_without_effect_are_refused(model):
     for rules, message in (
         (["embeding lr=0.5"], "'embeding lr=0.5' matches no parameter; there are embedding"),
-        (["blocks freeze", "blocks.0 lr=2"], r"'blocks freeze' matches blocks\.0"),
+        (["blocks freeze", "blocks.0 lr=2"], "no effect after 'blocks freeze'"),
         (["norm lr=2", "norm lr=2"], "norm lr=2"),
         (["* freeze"], "nothing is left to train"),
     ):

@@ -1,12 +1,11 @@
-"""Learning rates of all schedules, and their scaling by the size of a step."""
+"""Learning rates of all schedules."""
 
 import itertools
 import math
-import re
 
 import pytest
 
-from multipack.training.optimizer import learning_rate, rate_factor, schedule_text
+from multipack.training.optimizer import learning_rate, schedule_text
 from multipack.training.settings import OptimizerConfig
 
 
@@ -45,82 +44,30 @@ def test_wsd_is_stable_until_the_last_share_of_the_steps():
     assert _rates(400, **options)[:75] == rates[:75]  # a longer run begins equally
     whole = _rates(10, **{**options, "warmup_steps": 5, "decay_share": 1.0})
     assert whole == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    bent = _rates(
-        100, **{**options, "min_lr": 0.5, "warmup_steps": 0, "decay_share": 0.5}, decay_shape="sqrt"
-    )
-    assert bent[49 + 18] == pytest.approx(0.5 + 0.5 * (1 - 0.6))  # √(18/50) = 0.6
-
-
-def test_scaling_is_one_at_the_reference():
-    for scaling, factors in (("none", [1, 1, 1]), ("sqrt", [0.5, 1, 2]), ("linear", [0.25, 1, 4])):
-        config = OptimizerConfig(lr_scaling=scaling, reference_tokens=1000)
-        assert [rate_factor(config, tokens) for tokens in (250, 1000, 4000)] == factors
-    with pytest.raises(ValueError, match="steps with targets"):
-        rate_factor(OptimizerConfig(lr_scaling="sqrt", reference_tokens=10), 0)
 
 
 @pytest.mark.parametrize(
     ("steps", "options", "text"),
     [
-        (60, {"warmup_steps": 6}, "cosine; warm-up to 0.002 at step 6; 0.0002 at step 60"),
-        (60, {"warmup_steps": 60}, "cosine; warm-up to 0.002 at step 60"),
-        (
-            60,
-            {"warmup_steps": 100},
-            "cosine; warm-up to 0.002 at step 100; the run ends before, with 0.0012 at step 60",
-        ),
+        (60, {"warmup_steps": 6}, "cosine; 0.002 at step 6, 0.0002 at step 60"),
+        (60, {"warmup_steps": 100}, "cosine; 0.0012 at step 60"),
         (9, {"warmup_steps": 0, "schedule": "constant"}, "constant; 0.002 at step 1"),
         (
             100,
-            {"warmup_steps": 10, "schedule": "wsd", "decay_shape": "sqrt"},
-            "wsd; warm-up to 0.002 at step 10; 1 - sqrt decay from step 80 to 0.0002 at step 100",
-        ),
-        (
-            60,
-            {"warmup_steps": 100, "schedule": "wsd"},
-            "wsd; warm-up to 0.002 at step 100; the run ends before, with 0.0012 at step 60",
+            {"warmup_steps": 10, "schedule": "wsd"},
+            "wsd; 0.002 at step 10, 0.002 at step 80, 0.0002 at step 100",
         ),
     ],
 )
-def test_the_header_shows_turning_points_and_scaling(steps, options, text):
-    assert schedule_text(OptimizerConfig(lr=0.002, **options), steps, 1) == text
-    scaled = OptimizerConfig(lr=0.001, lr_scaling="sqrt", reference_tokens=1000, **options)
-    assert schedule_text(scaled, steps, 4000) == (
-        f"{text}; lr 0.001 x 2 (sqrt in 4,000 targets a step over 1,000)"
-    )
+def test_the_header_has_the_rates_of_turning_points(steps, options, text):
+    assert schedule_text(OptimizerConfig(lr=0.002, **options), steps) == text
 
 
-def test_every_rate_in_the_header_is_that_of_its_step():
-    """All schedules over a grid of warm-ups, steps and ends of the decay: no part of the text is false."""
-    grid = itertools.product(
-        ("cosine", "linear", "constant", "wsd"),
-        (0.03, 0, 1, 5, 6, 20),
-        (1, 2, 6, 7, 100),
-        (0, 1, 2, 6, 8, 40),
-    )
-    for schedule, warmup, steps, decay in grid:
-        if 0 < decay <= warmup:
-            continue  # refused
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_decay_ends_at_decay_steps(schedule):
+    for warmup, steps, decay in itertools.product((0.03, 0, 1, 5), (1, 2, 7, 100), (6, 8, 40)):
         config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
-        name, *parts = schedule_text(config, steps, 1).split("; ")
-        ends = "the run ends before, with "
-        named = [(re.search(r"(\S+) at step (\d+)$", part), part.startswith(ends)) for part in parts]
-        places = [int(found[2]) for found, _ in named]
-        where = (config, steps, parts)
-        assert name == schedule, where
-        assert all(
-            found[1] == f"{learning_rate(place, steps, config):g}"
-            for (found, _), place in zip(named, places, strict=True)
-        ), where
-        rates = [learning_rate(step, steps, config) for step in range(1, steps + 1)]
-        if named[-1][1]:
-            assert places.pop() == steps < max(places), where
-        else:  # the run reaches the last turning point, after which the rate stays
-            assert max(places) <= steps, where
-            assert set(rates[places[-1] - 1 :]) == {rates[places[-1] - 1]}, where
-        assert places == sorted(set(places)), where
-        if schedule != "constant" and decay:  # decay_steps is the step that reaches min_lr
-            assert learning_rate(decay, steps, config) == pytest.approx(0.1), where
+        assert learning_rate(decay, steps, config) == pytest.approx(0.1), config
 
 
 def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
@@ -132,7 +79,6 @@ def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
 
 def test_illegal_schedules_are_refused_by_name():
     for options, name in (
-        ({"lr_scaling": "sqrt"}, "optimizer.reference_tokens"),
         ({"schedule": "wsd", "decay_share": 0.0}, "optimizer.decay_share"),
         ({"decay_share": 1.5}, "optimizer.decay_share"),
         ({"warmup_steps": 10, "decay_steps": 10}, "optimizer.decay_steps"),

@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin, PluginManager
@@ -43,18 +44,14 @@ LOG = logging.getLogger("axolotl.multipack")  # Axolotl shows information of its
 NAME = "MultipackBatchSampler"
 
 REFUSED = {
-    "sample_packing_eff_est": "replaces the exact number of steps by an estimate; remove it",
-    "dataloader_drop_last": "takes a step of each epoch off the count, though every batch is full; remove it",
-    "use_pose": "leaves gaps in the positions of a document, at which attention divides it; remove it",
+    "sample_packing_eff_est": (True, "replaces the exact number of steps by an estimate"),
+    "dataloader_drop_last": (True, "takes a step of each epoch off the count, though every batch is full"),
+    "use_pose": (True, "leaves gaps in the positions of a document, at which attention divides it"),
+    "accelerator_config.split_batches": (True, "divides batches of bins, which are whole"),
+    "accelerator_config.dispatch_batches": (True, "joins batches of different sizes"),
+    "accelerator_config.use_seedable_sampler": (False, "gives every rank another order of the documents"),
 }
-"""Setting that does not go with the plugin → the reason."""
-
-ACCELERATOR = {
-    "split_batches": (True, "divides batches of bins, which are whole"),
-    "dispatch_batches": (True, "joins batches of different sizes"),
-    "use_seedable_sampler": (False, "gives every rank another order of the documents"),
-}
-"""Keys of `accelerator_config`, the value that is refused, and why."""
+"""Setting that does not go with the plugin → whether it is refused on or off, and why."""
 
 
 class MultipackArgs(BaseModel):
@@ -107,13 +104,11 @@ def _check_host(data: Mapping[str, Any]) -> None:
             "the multipack plugin packs documents: set sample_packing: true (or batch_flattening: true, which joins the"
             " documents of a batch without filling it), or multipack: false"
         )
-    for key, reason in REFUSED.items() if packing else ():
-        if data.get(key):
-            raise ValueError(f"{key}={data[key]} {reason}, or set multipack: false")
     accelerator = data.get("accelerator_config") or {}
-    for key, (value, reason) in ACCELERATOR.items() if packing else ():
-        if accelerator.get(key) is value:
-            raise ValueError(f"accelerator_config.{key}={value} {reason}; remove it, or set multipack: false")
+    given = {**data, **{f"accelerator_config.{key}": value for key, value in accelerator.items()}}
+    for key, (refused, reason) in REFUSED.items() if packing else ():
+        if (value := given.get(key)) is not None and bool(value) is refused:
+            raise ValueError(f"{key}={value} {reason}; remove it, or set multipack: false")
 
 
 class TrainerSampler(MultipackBatchSampler):
@@ -131,13 +126,8 @@ class TrainerSampler(MultipackBatchSampler):
         super().__init__(sampler, *args, **kwargs)
 
 
-class StreamSampler(MultipackBatchSampler):
-    """The sampler of a buffer of streamed documents, which is read by one process."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs["multiple_of"] = 1
-        super().__init__(*args, **kwargs)
-
+StreamSampler = partial(MultipackBatchSampler, multiple_of=1)
+"""The sampler of a buffer of streamed documents, which is read by one process."""
 
 MASK_DROPPED = ("gemma3", "gemma4", "gemma4_unified")
 """Models for which Axolotl's trainer removes the mask of packed rows."""

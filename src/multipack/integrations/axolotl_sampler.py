@@ -9,7 +9,6 @@ run at the same time are equal in cost, their number is rounded up to a multiple
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import operator
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 
 from multipack.integrations.host_sampler import (
@@ -40,7 +40,7 @@ Integers = NDArray[np.int64]
 Bins = list[list[int]]
 """Bins of document numbers."""
 
-STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
+STATE = ("epoch", "batch", "length", "ranks", "order", "generator")
 """Keys of a saved state, in addition to its identity."""
 
 MOST_BINS = 256
@@ -79,7 +79,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             accumulation steps make every optimizer step whole. None: the number of ranks, and `drop_last` as above.
         overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are
             `drop`ped, both with a warning; or they raise an `error`. `overlong_documents` lists them.
-        **kwargs: arguments of other versions, which are ignored with a warning.
+        **kwargs: arguments of other versions, which are ignored.
 
     Raises:
         ValueError: a document is too long, or `rank`, `num_replicas` or `world_size` is among the arguments.
@@ -114,7 +114,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         self.group_size = check_integer("group_size", group_size)
         self.bin_size = check_integer("bin_size", bin_size) if bin_size else None
         self.multiple_of = None if multiple_of is None else check_integer("multiple_of", multiple_of)
-        self.len_across_ranks: int | None = None
+        self.len_across_ranks: int | None = None  # the length of every epoch, known from the first one
         self.total_tokens_used = self.total_token_slots = 0
         self._epoch: _Epoch | None = None
         if ranks := sorted({"rank", "num_replicas", "world_size"} & kwargs.keys()):
@@ -122,8 +122,6 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
                 f"{', '.join(ranks)}: this sampler yields the batches of all ranks, and the host assigns batch b to"
                 " rank b % ranks; leave them out, or give the ranks to a DistributedSampler below it"
             )
-        if kwargs:
-            LOG.warning("these settings have no effect here: %s", ", ".join(sorted(kwargs)))
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on all ranks and in all epochs. The first call is a collective.
@@ -133,12 +131,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         """
         if self.len_across_ranks is None:
             epoch = self._current()
-            # Seven bytes, which fit in int64 with either sign.
-            digest = int.from_bytes(hashlib.sha256(epoch.order.tobytes()).digest()[:7], "big")
-            least, low, high = least_of_ranks(len(epoch.batches), digest, -digest)
-            # With one order on all ranks, the host divides its batches among them: each needs one.
-            is_same = low == -high
-            self._check_number(0 if is_same and least < epoch.ranks else least)
+            (least,) = least_of_ranks(len(epoch.batches))
+            # The host divides the batches among `ranks`: each needs one.
+            self._check_number(0 if least < epoch.ranks else least)
             self.len_across_ranks = least
         return self.len_across_ranks
 
@@ -180,17 +175,16 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             self.sampler.set_epoch(int(epoch))
 
     def generate_batches(self, set_stats: bool = False) -> list[Bins]:
-        """All batches of the epoch; `set_stats` adds their tokens and slots to the totals, once per epoch."""
-        epoch = self._current()
-        if set_stats and not epoch.is_counted:
-            bins = [held for batch in epoch.batches for held in batch]
+        """All batches of the epoch; `set_stats` adds their tokens and slots to the totals."""
+        batches = self._current().batches
+        if set_stats:
+            bins = [held for batch in batches for held in batch]
             self.total_tokens_used += sum(int(self.lengths[held].sum()) for held in bins)
             self.total_token_slots += len(bins) * self.batch_max_len
-            epoch.is_counted = True
-        return epoch.batches
+        return batches
 
     def efficiency(self) -> float:
-        """Tokens divided by slots, over all epochs counted so far; of the current epoch before the first."""
+        """Tokens divided by slots of all epochs that were iterated; of the current epoch before the first."""
         if self.total_token_slots == 0:
             self.generate_batches(set_stats=True)
         return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
@@ -206,15 +200,14 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
         epoch = self._current()
-        position = {
+        return self._saved(epoch.order) | {
             "epoch": self.epoch,
             "batch": int(batch),
             "length": self.len_across_ranks or len(epoch.batches),
             "ranks": epoch.ranks,
             "order": torch.from_numpy(epoch.order),
-            "sampler": epoch.inner,
+            "generator": epoch.generator,
         }
-        return self._saved(epoch.order) | position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator, with the same batches and the same `len`.
@@ -229,9 +222,13 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             number, ranks = saved_integer(state, "epoch"), saved_integer(state, "ranks", 1)
             length = saved_integer(state, "length", 1)
             batch = saved_integer(state, "batch", most=length)
-            epoch = self._planned(order, None, state["sampler"], ranks, length)
-            _restore(self.sampler, state["sampler"])
+            epoch = _Epoch(order, ranks, state["generator"], *self._divided(order, ranks, length))
+            generator = _generator_of(self.sampler)
+            if generator is not None and epoch.generator is not None:
+                generator.set_state(epoch.generator)
         self._go_to(number, batch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(number)
         self.len_across_ranks, self._epoch = length, epoch
         if length % world_size():
             LOG.warning(
@@ -246,14 +243,17 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     def _current(self) -> _Epoch:
         """The current epoch. The inner sampler is read once, and again if the host has replaced it."""
         known, length = self._epoch, self.len_across_ranks
-        if known is None or known.source not in (None, self.sampler):  # None: an order from a saved state
+        if known is None or known.source not in (None, self.sampler):
             order = self._checked_order(_read(self.sampler), "the sampler")
             ranks = 1 if getattr(self.sampler, "num_replicas", 1) > 1 else world_size()
             if self.multiple_of and len(order) >= self.multiple_of * self.batch_size:
                 ranks = self.multiple_of
-            self._epoch = known = self._planned(order, self.sampler, _state_of(self.sampler), ranks, length)
+            generator = _generator_of(self.sampler)
+            state = None if generator is None else generator.get_state()
+            known = _Epoch(order, ranks, state, *self._divided(order, ranks, length), self.sampler)
         elif length not in (None, len(known.batches)):
-            self._epoch = known = self._planned(known.order, known.source, known.inner, known.ranks, length)
+            known.batches, known.left = self._divided(known.order, known.ranks, length)
+        self._epoch = known
         return known
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
@@ -271,21 +271,18 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             )
         return order[self.fits[order]]
 
-    def _planned(
-        self, order: Integers, source: Any, inner: Mapping[str, Any], ranks: int, number: int | None
-    ) -> _Epoch:
-        """Divide documents in an order into `number` batches; None = as many as they fill.
+    def _divided(self, order: Integers, ranks: int, number: int | None) -> tuple[list[Bins], Integers]:
+        """`number` batches of the documents of an order, None = as many as they fill; and documents in none of them.
 
-        `source`, `inner` and `ranks`: see `_Epoch`. Too few documents for a batch: an empty epoch.
+        Batches are planned `ranks` at a time. Too few documents for a batch: no batches.
 
         Raises:
             ValueError: there are too few documents for `number` batches.
         """
         lengths, size = self.lengths[order], self.batch_size
-        made = _Epoch(order, source, inner, ranks, [], order)
         if len(lengths) < (number or 1) * (size if self.drop_last else 1):
             if number is None:
-                return made
+                return [], order
             raise ValueError(
                 f"the sampler yields {len(lengths):,} documents in epoch {self.epoch}, too few for {number:,} batches"
                 f" of {size} bins, the length of the first epoch; use a sampler that yields as many documents in every"
@@ -300,9 +297,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         if self.drop_last:  # hosts leave out a last round that is not full
             del batches[sum(len(batch) == size for batch in batches) // together * together :]
         used = np.concatenate([order[:0], *(held for batch in batches for held in batch)])
-        made.batches = [[order[held].tolist() for held in batch] for batch in batches]
-        made.left = np.delete(order, used)
-        return made
+        return [[order[held].tolist() for held in batch] for batch in batches], np.delete(order, used)
 
     def _leaves_out(self, together: int) -> bool:
         """Whether documents that fill no batch are left out; otherwise all bins are emptier."""
@@ -351,22 +346,21 @@ class _Epoch:
 
     Attributes:
         order: (documents,) document numbers.
-        source: the inner sampler; None for an order from a saved state.
-        inner: the inner sampler's own state after it was read.
         ranks: number of batches that are planned together: one of each rank, or `multiple_of`.
+        generator: state of the inner sampler's generator after the order was drawn; None = it has none.
         batches: lists of bins, which are lists of document numbers.
         left: (documents,) document numbers that are in no batch.
-        is_iterated, is_counted: whether an iterator has begun, and whether the statistics include it.
+        source: the inner sampler; None for an order from a saved state.
+        is_iterated: whether an iterator has begun.
     """
 
     order: Integers
-    source: Any
-    inner: Mapping[str, Any]
     ranks: int
+    generator: Tensor | None
     batches: list[Bins]
     left: Integers
+    source: Any = None
     is_iterated: bool = False
-    is_counted: bool = False
 
 
 def _read(sampler: Any) -> Integers:
@@ -383,20 +377,6 @@ def _read(sampler: Any) -> Integers:
         raise ValueError(f"the sampler yields something else than document numbers: {error}") from error
 
 
-def _state_of(sampler: Any) -> dict[str, Any]:
-    """State of the inner sampler that determines its next epoch: its `state_dict`, or its generator and epoch."""
-    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-        return {"state_dict": sampler.state_dict()}
-    generator, epoch = getattr(sampler, "generator", None), getattr(sampler, "epoch", None)
-    state = {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else {}
-    return state | ({"epoch": epoch} if hasattr(sampler, "set_epoch") and isinstance(epoch, int) else {})
-
-
-def _restore(sampler: Any, state: Mapping[str, Any]) -> None:
-    """Restore a state of `_state_of`; entries that the sampler does not support are ignored."""
-    if "state_dict" in state and hasattr(sampler, "load_state_dict"):
-        sampler.load_state_dict(state["state_dict"])
-    if "generator" in state and isinstance(getattr(sampler, "generator", None), torch.Generator):
-        sampler.generator.set_state(state["generator"])
-    if "epoch" in state and hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(state["epoch"])
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None

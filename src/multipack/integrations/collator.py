@@ -10,8 +10,7 @@
     padded         one row per document and a mask of padding (documents, longest)
 
 The keys have the names of transformers' `DataCollatorWithFlattening`. `use_cache=False` is one of them: a
-model with a cache ignores document boundaries. Given the documents of an ordinary loader, or a padded batch, it
-flattens that batch.
+model with a cache ignores document boundaries.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from multipack.shapes import RotationLimit
 
 Integers = NDArray[np.int64]
 Returns = Literal["flattened", "padded", "4d_mask"]
-Mask = Literal["additive", "boolean"]
 
 COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")
 """Columns of a data set that the collator reads; others are ignored."""
@@ -59,8 +57,7 @@ class PackedDataCollator:
             document, as conventional collators make. `4d_mask`: one row and a mask of T² elements, for models that
             read no boundaries.
         pad_id: token of padding.
-        mask: kind of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
-        dtype: dtype of an additive mask: the model's.
+        dtype: dtype of a mask, which is 0 or the lowest number of it: the model's.
         window: required for `4d_mask`: tokens that a token attends to, itself included; None = all before it in its
             document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a 4-D mask.
@@ -68,19 +65,17 @@ class PackedDataCollator:
             above it, the model rotates all documents of a row by the length of the longest.
 
     Raises:
-        ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
+        ValueError: an unknown choice, `4d_mask` without a window, a dtype that is not floating.
     """
 
     returns: Returns = "flattened"
     pad_id: int = 0
-    mask: Mask = "additive"
     dtype: torch.dtype = torch.float32
     window: int | Mapping[str, int | None] | Literal["unknown"] | None = "unknown"
     limit: RotationLimit | None = None
 
     def __post_init__(self) -> None:
         check_choice("returns", self.returns, Returns)
-        check_choice("mask", self.mask, Mask)
         check_integer("pad_id", self.pad_id, 0)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(
@@ -91,30 +86,16 @@ class PackedDataCollator:
                 "returns='4d_mask' replaces the windows of a model: give window=windows_of(model.config), which is None"
                 " for a model without"
             )
-        if self.returns != "4d_mask" and self.window not in (None, "unknown"):
-            raise ValueError(
-                f"window={self.window!r} is of returns='4d_mask': with {self.returns!r} a model applies its own windows"
-            )
-        for window in self.window.values() if isinstance(self.window, Mapping) else [self.window]:
-            if window not in (None, "unknown"):
-                check_integer("window", window)
 
-    def __call__(self, features: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of `model(**inputs)`.
-
-        Args:
-            features: documents, or one padded batch: a mapping with `input_ids` (documents, longest).
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The inputs of `model(**inputs)` for a batch of documents.
 
         Raises:
             ValueError: a document is empty, is packed already, is longer than `limit`, or its columns have different
                 lengths.
         """
-        if isinstance(features, Mapping):
-            features = _rows_of(features)
-        elif not isinstance(features, Sequence):
-            raise ValueError(
-                f"a batch must be a list of documents or a mapping of columns, got {short(features)}"
-            )
+        if not isinstance(features, Sequence):
+            raise ValueError(f"a batch must be a list of documents, got {short(features)}")
         documents = [read_document(number, feature) for number, feature in enumerate(features)]
         documents = documents or [(np.array([self.pad_id]), np.array([IGNORE]))]
         return self._padded(documents) if self.returns == "padded" else self._row(documents)
@@ -149,10 +130,10 @@ class PackedDataCollator:
 
     def _masks(self, bounds: list[int]) -> Tensor | dict[str, Tensor]:
         """(1, 1, T, T) the mask of documents with these bounds; with several windows, one for each type of layer."""
-        batch, dtype = without_tokens(bounds), self.dtype if self.mask == "additive" else None
+        batch = without_tokens(bounds)
         if isinstance(self.window, Mapping):
-            return {kind: mask_4d(batch, dtype, window) for kind, window in self.window.items()}
-        return mask_4d(batch, dtype, self.window)  # type: ignore[arg-type]
+            return {kind: mask_4d(batch, self.dtype, window) for kind, window in self.window.items()}
+        return mask_4d(batch, self.dtype, self.window)  # type: ignore[arg-type]
 
     def _padded(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
         width = max(len(tokens) for tokens, _ in documents)
@@ -165,51 +146,31 @@ class PackedDataCollator:
         return inputs | {"use_cache": False}
 
 
-def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The documents of a padded batch."""
-    columns = {name: batch[name] for name in COLUMNS if batch.get(name) is not None}
-    if "input_ids" not in columns:
-        raise ValueError(
-            f"the batch has no input_ids (it has {', '.join(map(str, batch))}): tokenize its documents"
-        )
-    rows = {name: len(values) for name, values in columns.items()}
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"columns of the batch have different numbers of documents: {rows}")
-    return [{name: values[row] for name, values in columns.items()} for row in range(rows["input_ids"])]
-
-
 def read_document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
     """(tokens,) int64 tokens and labels of a document, without padding; `number`: its place in the batch."""
+    where = f"document {number} of the batch"
     if not isinstance(feature, Mapping):
-        raise ValueError(
-            f"document {number} of the batch is {short(feature)}: it must be a mapping with input_ids"
-        )
+        raise ValueError(f"{where} is {short(feature)}: it must be a mapping with input_ids")
     if feature.get("input_ids") is None:
-        raise ValueError(
-            f"document {number} of the batch has no input_ids (it has {', '.join(map(str, feature))}): tokenize it"
-        )
+        raise ValueError(f"{where} has no input_ids (it has {', '.join(map(str, feature))}): tokenize it")
     if feature.get("seq_lengths") is not None and np.size(feature["seq_lengths"]) > 1:
         raise ValueError(
-            f"document {number} of the batch holds {len(feature['seq_lengths'])} documents (seq_lengths): the data set"
-            " is packed already; give the data set before it was packed (packing=False)"
+            f"{where} holds {len(feature['seq_lengths'])} documents (seq_lengths): the data set is packed already; give"
+            " the data set before it was packed (packing=False)"
         )
     try:
         columns = {name: _array(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
     except ValueError as error:
-        raise ValueError(f"document {number} of the batch must be flat lists of integers: {error}") from None
-    tokens = columns["input_ids"]
-    shape = tokens.shape
+        raise ValueError(f"{where} must be flat lists of integers: {error}") from None
+    shape = columns["input_ids"].shape
     for name, values in columns.items():
-        if values.shape != shape or len(shape) != 1:
+        is_integer = values.dtype.kind in "iub" or not values.size
+        if values.shape != shape or len(shape) != 1 or not is_integer:
             raise ValueError(
-                f"document {number} of the batch has {name} of shape {values.shape} and input_ids of {shape}:"
-                " both must be flat lists of equal lengths"
+                f"{where} has {name} of {values.dtype} and shape {values.shape}, and input_ids of {shape}: tokens,"
+                " labels and masks must be flat lists of integers of equal lengths"
             )
-        if values.dtype.kind not in "iub" and values.size:
-            raise ValueError(
-                f"document {number} of the batch has {name} of {values.dtype}: tokens, labels and masks are integers"
-            )
-    tokens = tokens.astype(np.int64, copy=False)
+    tokens = columns["input_ids"].astype(np.int64, copy=False)
     labels = columns.get("labels", tokens).astype(np.int64, copy=False)
     if "labels" not in columns:
         for name in ("completion_mask", "assistant_masks"):
@@ -219,13 +180,13 @@ def read_document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, In
         kept = columns["attention_mask"]
         if kept.max(initial=0) > 1:
             raise ValueError(
-                f"document {number} of the batch has an attention_mask with {kept.max()}, which marks several documents"
-                " in a row: give one document per row"
+                f"{where} has an attention_mask with {kept.max()}, which marks several documents in a row: give one"
+                " document per row"
             )
         tokens, labels = tokens[kept != 0], labels[kept != 0]
     if len(tokens) == 0:
         raise ValueError(
-            f"document {number} of the batch has no tokens: remove such documents, for example with"
+            f"{where} has no tokens: remove such documents, for example with"
             " dataset.filter(lambda row: len(row['input_ids']) > 0)"
         )
     return tokens, labels
@@ -286,22 +247,13 @@ def _length(dataset: Any, number: int, column: str) -> int:
     """Tokens of a document."""
     try:
         document = dataset[number]
-    except (IndexError, KeyError) as error:
+        if isinstance(document, Mapping) and column not in document:
+            raise ValueError(_no_column(column, document))
+        return len(document[column])
+    except (IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"the data set has {len(dataset):,} documents by its len, but no document {number}: it must be a sequence"
-            " of mappings, each a document"
+            f"document {number} of {len(dataset):,} must be a mapping with a list {column}: {error!r}"
         ) from error
-    if not isinstance(document, Mapping):
-        raise ValueError(
-            f"document {number} of the data set is {short(document)}: it must be a mapping with {column}"
-        )
-    if column not in document:
-        raise ValueError(_no_column(column, document))
-    if not hasattr(document[column], "__len__"):
-        raise ValueError(
-            f"document {number} of the data set has {column}={short(document[column])}, not a list"
-        )
-    return len(document[column])
 
 
 def _no_column(column: str, names: Any) -> str:

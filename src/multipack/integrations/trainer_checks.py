@@ -20,9 +20,6 @@ from multipack.planning.lengths import nothing_learned, short
 
 LOG = logging.getLogger(__name__)
 
-COUNTED = 10_000
-"""Most documents to search for targets: a few seconds for a data set of any size."""
-
 DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
 """Arguments of a sampler that a trainer sets, not the user."""
 OTHER_LOSSES = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
@@ -106,15 +103,11 @@ def check_model(model: Any) -> None:
 
 
 def check_mask(config: Any, collator: PackedDataCollator) -> None:
-    """Check that a mask suits the model, which neither adds windows to a 4-D mask nor converts it."""
+    """Check that a mask has the model's windows, which the model does not add to a 4-D mask."""
     if collator.window != (needed := windows_of(config)):
         raise ValueError(
             f"a 4-D mask replaces the windows of {config.model_type}: give PackedDataCollator(window={needed!r}),"
             " as windows_of(model.config) returns, or use returns='flattened'"
-        )
-    if collator.mask == "boolean" and config._attn_implementation != "sdpa":
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation} adds the mask to its scores: use mask='additive'"
         )
 
 
@@ -127,46 +120,32 @@ def makes_masks(trainer: Any) -> bool:
     return eager and config is not None and config.get_text_config() is config
 
 
-def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> str:
-    """Check that a document of a data set has a target.
-
-    Documents are read until one has a target, and then up to `COUNTED` for the note, unless the data set has an
-    attribute `lengths`.
-
-    Returns:
-        A note on documents without a target; empty if there are none.
+def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> None:
+    """Check that a document of a data set has a target; documents are read until one has.
 
     Raises:
         ValueError: none has one.
     """
-    count, without, has_target = 0, 0, False
-    most = 0 if hasattr(dataset, "lengths") else COUNTED
-    for count, targets in enumerate(_target_counts(dataset, lengths), 1):
-        has_target, without = has_target or targets > 0, without + (targets == 0)
-        if has_target and count >= most:
-            break
-    if not has_target:
+    if not any(_have_targets(dataset, lengths)):
         raise nothing_learned(
-            f"the {count:,} documents of the data set",
+            f"the {len(lengths):,} documents of the data set",
             "look at the labels (-100 is no target, nor is the first token), completion_mask or assistant_masks",
         )
-    first = "" if count == len(lengths) else "first "
-    return f"{without:,} of the {first}{count:,} documents have no target" if without else ""
 
 
-def _target_counts(dataset: Any, lengths: NDArray[np.int64]) -> Iterator[int]:
-    """Targets of each document; 1 for one that cannot be read."""
+def _have_targets(dataset: Any, lengths: NDArray[np.int64]) -> Iterator[bool]:
+    """Whether each document has a target; True for one that cannot be read, which the collator describes."""
     names = getattr(dataset, "column_names", None)
     if names is not None and not set(COLUMNS[1:]) & set(names):
-        yield from np.maximum(lengths - 1, 0)
+        yield from lengths > 1
         return
     for number, row in enumerate(_documents(dataset, names)):
         try:
             _, labels = read_document(number, row)
-        except ValueError:  # which the collator describes
-            yield 1
+        except ValueError:
+            yield True
         else:
-            yield int((labels[1:] != IGNORE).sum())
+            yield bool((labels[1:] != IGNORE).any())
 
 
 def _documents(dataset: Any, names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
@@ -181,7 +160,7 @@ def _documents(dataset: Any, names: Sequence[str] | None) -> Iterator[Mapping[st
 
 @dataclass(frozen=True)
 class CheckedTokens:
-    """A collator that raises a ValueError for a token outside the vocabulary, and names its document."""
+    """A collator that raises a ValueError for a token outside the vocabulary."""
 
     collate: Any
     vocabulary_size: int
@@ -189,48 +168,33 @@ class CheckedTokens:
     def __call__(self, features: Any) -> Any:
         """The batch of the collator."""
         batch = self.collate(features)
-        try:
-            check_tokens(batch["input_ids"], self.vocabulary_size)
-        except ValueError as error:
-            ids = (np.asarray(each["input_ids"]) for each in features)
-            wrong = (
-                number
-                for number, each in enumerate(ids)
-                if each.max() >= self.vocabulary_size or each.min() < 0
-            )
-            raise ValueError(f"document {next(wrong, 0)} of the batch: {error}") from None
+        check_tokens(batch["input_ids"], self.vocabulary_size)
         return batch
 
 
 def whole_checkpoint(given: Any, folder: str) -> Any:
-    """The checkpoint to resume from: with True the last one of a folder whose state was written to its end.
+    """`resume_from_checkpoint`; for True the last checkpoint of `output_dir` whose state was written to its end.
 
     Trainer writes a checkpoint in place, its state at the end: a killed process leaves the last one incomplete.
 
-    Args:
-        given: `resume_from_checkpoint`: True, the path of a checkpoint, or None.
-        folder: `output_dir`.
-
     Raises:
-        ValueError: the state of the named checkpoint, or of every checkpoint, cannot be read.
+        ValueError: the named checkpoint, or every one, is incomplete.
     """
     if given is not True and not isinstance(given, str | Path):
         return given
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    newest = sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
-    last = next(filter(_is_whole, newest), None)
-    if given is True:
-        if last is not None and last != newest[0]:
-            LOG.warning("%s is incomplete, as after a kill: resuming from %s", newest[0], last)
-        elif last is None and newest:
-            raise ValueError(
-                f"no checkpoint of {folder} is complete, as after a kill: start without resuming"
-            )
-        return True if last is None else str(last)
-    if (Path(given) / "trainer_state.json").exists() and not _is_whole(Path(given)):
-        instead = f"use resume_from_checkpoint={str(last)!r}" if last else "no other one is complete"
-        raise ValueError(f"{given} has an incomplete trainer_state.json, as after a kill: {instead}")
-    return given
+    if given is not True:
+        found = [Path(given)] if (Path(given) / "trainer_state.json").exists() else []
+    newest = sorted(found, key=lambda path: path.name.partition("-")[2].zfill(20), reverse=True)
+    whole = [path for path in newest if _is_whole(path)]
+    if newest and not whole:
+        raise ValueError(
+            f"{newest[0]} has an incomplete trainer_state.json, as after a kill: resume from another checkpoint, or"
+            " start without resuming"
+        )
+    if newest and whole[0] != newest[0]:
+        LOG.warning("%s is incomplete, as after a kill: resuming from %s", newest[0], whole[0])
+    return str(whole[0]) if whole else given
 
 
 def _is_whole(checkpoint: Path) -> bool:

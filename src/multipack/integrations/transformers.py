@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths
@@ -58,15 +58,6 @@ class RankLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def _isolates(model: Any, make_batch: Any) -> bool:
-    """Register this package's attention in a model; False if the model refuses it or its documents mix."""
-    try:
-        register(model)
-    except (ImportError, ValueError):
-        return False
-    return isolation_probe(model, make_batch).ok
-
-
 class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
     """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
 
@@ -94,8 +85,6 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
     data_collator: Any
     capacity: int
     plan_options: dict[str, Any]
-    # (data set, its lengths) of each data set that was read.
-    _known_lengths: tuple[tuple[Any, NDArray[np.int64]], ...] = ()
 
     def get_train_dataloader(self) -> RankLoader:
         """This rank's packs, epoch after epoch."""
@@ -104,32 +93,28 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         args, options = self.args, dict(self.plan_options)
         if args.dataloader_drop_last:
             options.setdefault("tail", "drop")
+        lengths = document_lengths(self.train_dataset)
         sampler = self._sampler(
-            self.train_dataset,
+            lengths,
             "per_device_train_batch_size",
             self._train_batch_size,
             packs_per_step=args.world_size * args.gradient_accumulation_steps,
             **options,
         )
-        note = check_targets_of(self.train_dataset, self._lengths_of(self.train_dataset))
-        if note and self.is_world_process_zero():
-            LOG.warning("%s", note)
+        check_targets_of(self.train_dataset, lengths)
         return self._loader(self.train_dataset, sampler, args.dataloader_persistent_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
         """This rank's packs of the evaluation set, in its order."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(chosen, str):
-            if not isinstance(self.eval_dataset, Mapping) or chosen not in self.eval_dataset:
-                raise ValueError(
-                    f"there is no eval_dataset {chosen!r}: give the trainer a mapping with that name"
-                )
+        if isinstance(chosen, str):  # Trainer names the data sets of a mapping
             chosen = self.eval_dataset[chosen]
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
         options = self.plan_options | {"order": "given", "tail": "keep"}
         size, ranks = self.args.eval_batch_size, self.args.world_size
-        sampler = self._sampler(chosen, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
+        lengths = document_lengths(chosen)
+        sampler = self._sampler(lengths, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
         return self._loader(chosen, sampler, False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -141,9 +126,10 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         finally:
             self.data_collator = packed
 
-    def _sampler(self, dataset: Any, setting: str, size: int, **options: Any) -> PackedBatchSampler:
-        args, lengths = self.args, self._lengths_of(dataset)
-        row = self.capacity * size
+    def _sampler(
+        self, lengths: NDArray[np.int64], setting: str, size: int, **options: Any
+    ) -> PackedBatchSampler:
+        args, row = self.args, self.capacity * size
         if (long := lengths > row).any():
             raise ValueError(
                 f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
@@ -158,21 +144,6 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
             capacity=row,
             **options,
         )
-
-    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
-        """Lengths of the documents, read once per data set."""
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"{type(dataset).__name__} is a stream: packs are planned over all documents of a map-style data set;"
-                " load it without streaming"
-            )
-        for known, lengths in self._known_lengths:
-            if known is dataset and len(dataset) == len(lengths):
-                return lengths
-        lengths = document_lengths(dataset)
-        others = (known for known in self._known_lengths if known[0] is not dataset)
-        self._known_lengths = (*others, (dataset, lengths))
-        return lengths
 
     def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
         args = self.args
@@ -322,7 +293,12 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
         """Check that documents are isolated; on a CPU with this package's attention, which is kept if they are."""
         if packed_attention is None and self.args.device.type == "cpu" and makes_masks(self):
             kept = self.model.config._attn_implementation
-            if _isolates(self.model, self._probed):
+            try:
+                register(self.model)
+                is_isolated = isolation_probe(self.model, self._probed).ok
+            except (ImportError, ValueError):  # the model has attention of its own
+                is_isolated = False
+            if is_isolated:
                 if self.is_world_process_zero():
                     LOG.warning(
                         "attention is computed inside documents, without %s's mask of all pairs of tokens"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from multipack.parallel.parallel_config import ParallelConfig
 
-OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit_ao", "muon"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 """Values of `optimizer.name`."""
 DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 SMALLER_STATES: tuple[OptimizerName, ...] = ("adamw_bf16", "adamw_8bit")
@@ -35,7 +35,7 @@ class OptimizerRow:
     module: str
     state_bytes: float
     matrix_bytes: float | None = None
-    needs: Literal["element", "row", "matrix", "tensor"] = "element"
+    needs: Literal["element", "row", "matrix"] = "element"
     has_fused: bool = False
 
     @property
@@ -48,9 +48,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
     "adamw": OptimizerRow("AdamW", "optimizer", 8, has_fused=True),
     "adamw_bf16": OptimizerRow("AdamW with bfloat16 moments", "compact_adamw", 4),
     "adamw_8bit": OptimizerRow("AdamW with 8-bit moments", "compact_adamw", 2 + 8 / 256, needs="row"),
-    "adamw_4bit_ao": OptimizerRow(
-        "AdamW of torchao with 4-bit moments", "torchao_adamw", 1 + 8 / 128, needs="tensor"
-    ),
     "muon": OptimizerRow("Muon", "optimizer", 8, matrix_bytes=4, needs="matrix", has_fused=True),
 }
 
@@ -71,12 +68,4 @@ def check_optimizer(name: OptimizerName, parallel: ParallelConfig) -> None:
         raise ValueError(
             f"optimizer.name={name} has scales of 256 neighboring columns, which parallel.tensor={parallel.tensor}"
             " divides: use optimizer.name=adamw_bf16, or parallel.tensor=1"
-        )
-    if needs == "tensor" and (parallel.uses_fsdp or parallel.offload != "none"):
-        plain = {"tensor": 1, "pipeline": 1, "offload": "none"}
-        setting = next((each for each, value in plain.items() if getattr(parallel, each) != value), "data")
-        raise ValueError(
-            f"optimizer.name={name} updates whole tensors on the device, which parallel.{setting}="
-            f"{getattr(parallel, setting)} divides or moves: use parallel.{setting}={plain.get(setting, 'zero1')},"
-            " or optimizer.name=adamw_8bit"
         )

@@ -35,7 +35,6 @@ def open_engine(
     weights: Reader | None,
     mesh: Mesh,
     dtype: torch.dtype,
-    clock: Callable[[], float],
 ) -> Engine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     whole = _parameters(shape, config, dtype)
@@ -88,7 +87,6 @@ def open_engine(
         config.parallel,
         dtype,
         micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
-        clock=clock,
     )
 
 

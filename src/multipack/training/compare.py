@@ -18,6 +18,9 @@ from multipack.parallel.engine import Engine
 from multipack.planning.options import LossWeighting
 from multipack.planning.plan import Plan
 
+PADDED_BATCH_SIZE = 8
+"""Documents in a padded batch, where a run compares packed steps with padded ones."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,7 +66,7 @@ def compare_with_padding(
     documents: Documents,
     plan: Plan,
     *,
-    batch_size: int = 8,
+    batch_size: int = PADDED_BATCH_SIZE,
     steps: int = 5,
     seconds: float = 40.0,
     clock: Callable[[], float] = time.perf_counter,
@@ -76,7 +79,7 @@ def compare_with_padding(
 
     Args:
         engine: an engine in a world of one process: padded ranks would wait for each other.
-        documents: the training documents of the plan.
+        documents: the training documents.
         plan: its first steps are compared.
         batch_size: documents in a padded batch.
         steps: most pairs to time, after one untimed pair.

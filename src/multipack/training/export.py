@@ -28,7 +28,7 @@ from multipack.hub import hub_name, model_folder
 from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
-from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
+from multipack.models.pretrained import CONFIG, WEIGHTS
 from multipack.planning.options import check_choice
 from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape, read_json
@@ -66,7 +66,7 @@ def export(
     Args:
         path: the run or the checkpoint.
         folder: to write; it must not exist, or be empty.
-        weights: which of the run's weights: latest, best or ema.
+        weights: which of the run's weights: latest or best.
         dtype: fp32, bf16 or fp16; auto = the dtype of the model that the run started with, or fp32.
         merge: write the whole model with its adapters merged into the weights.
 
@@ -89,10 +89,6 @@ def export(
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     template, adapter = find_template(trained.folder), None if merge else trained.adapter
     files = source_files(trained.folder, tokenizer)
-    of_files = (
-        dtype == "auto" and is_export(trained.folder) and not (is_peft(trained.folder) or shape.architecture)
-    )
-    own_dtypes = stored_dtypes(trained.folder) if of_files else {}
     dtype = source_dtype(files) if dtype == "auto" else dtype
     # Raises if transformers has no such model, before anything is written.
     own = foreign_settings(shape.architecture) if shape.architecture else config_of(shape)
@@ -108,7 +104,7 @@ def export(
         texts[PEFT_CONFIG] = json.dumps(settings, indent=2) + "\n"
     foreign = bool(shape.architecture) and adapter is None
     if not foreign:
-        tensors = _converted(tensors, DTYPES[dtype], own_dtypes, trained.folder)
+        tensors = _converted(tensors, DTYPES[dtype], trained.folder)
     with atomic_folder(folder) as partial:
         if foreign:
             save_foreign(shape, tensors, partial, DTYPES[dtype])
@@ -147,30 +143,31 @@ def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, A
 
 def loading_code(folder: Path) -> str:
     """Python lines that load an export with transformers or peft."""
-    if is_peft(folder):
-        scores = read_json(folder / PEFT_CONFIG).get("task_type") == "SEQ_CLS"
-        kind, more = ("SequenceClassification", ", num_labels=1") if scores else ("CausalLM", "")
+    adapter = read_json(folder / PEFT_CONFIG) if is_peft(folder) else None
+    if adapter is None:
+        scores, place = bool(scores_of(read_json(folder / CONFIG))), repr(str(folder))
+    else:
         base, revision = hub_name(str(peft_base(folder)))
-        more += f", revision={revision!r}" if revision else ""
+        scores, place = adapter.get("task_type") == "SEQ_CLS", repr(base)
+        place += ", num_labels=1" if scores else ""
+        place += f", revision={revision!r}" if revision else ""
+    kind = f"AutoModelFor{'SequenceClassification' if scores else 'CausalLM'}"
+    if adapter is None:
         return (
-            f"from peft import PeftModel\nfrom transformers import AutoModelFor{kind}\n"
-            f"base = AutoModelFor{kind}.from_pretrained({base!r}{more})\n"
-            f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
+            f"from transformers import {kind}, AutoTokenizer\n"
+            f"model = {kind}.from_pretrained({place})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({place})"
         )
-    scores = scores_of(read_json(folder / CONFIG))
-    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     return (
-        f"from transformers import {kind}, AutoTokenizer\n"
-        f"model = {kind}.from_pretrained({str(folder)!r})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})"
+        f"from peft import PeftModel\nfrom transformers import {kind}\n"
+        f"base = {kind}.from_pretrained({place})\n"
+        f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
     )
 
 
-def _converted(
-    tensors: dict[str, Tensor], dtype: torch.dtype, others: dict[str, torch.dtype], source: Path
-) -> dict[str, Tensor]:
-    """The tensors in their dtype in `others`, else in `dtype`; converted and removed from `tensors` one by one."""
-    converted = {name: tensors.pop(name).to(others.get(name, dtype)) for name in list(tensors)}
+def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
+    """The tensors in `dtype`; converted and removed from `tensors` one by one."""
+    converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(
@@ -214,7 +211,9 @@ def _texts(
         read_object(files, TOKENIZER_CONFIG).get("chat_template"),
     ):
         contents[TOKENIZER_CONFIG]["chat_template"] = template.source
-        contents[GENERATION] |= _ends(contents[GENERATION], end_ids)
+        known = contents[GENERATION].get("eos_token_id") or []
+        both = list(dict.fromkeys([*(known if isinstance(known, list) else [known]), *end_ids]))
+        contents[GENERATION] |= {"eos_token_id": both if len(both) > 1 else both[0]} if both else {}
         kept.pop(TEMPLATE, None)
     elif TEMPLATE in kept:
         contents[TOKENIZER_CONFIG].pop("chat_template", None)
@@ -224,29 +223,18 @@ def _texts(
     return {**texts, **kept}
 
 
-def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
-    """`eos_token_id`: the model's own and the tokens `ends`; empty if the model has all of them."""
-    given = generation.get("eos_token_id")
-    known = given if isinstance(given, list) else [] if given is None else [given]
-    both = list(dict.fromkeys([*known, *ends]))
-    return {} if both == known else {"eos_token_id": both if len(both) > 1 else both[0]}
-
-
 def _padding(config: dict[str, Any], tokenizer: Tokenizer, ends: list[int]) -> dict[str, Any]:
     """`pad_token_id` of a model with scores, which reads them at the last token that is not padding.
 
-    The initial model's token, or else a special one if possible; it ends no document.
+    The initial model's token, or else a special one if possible, that ends no document.
     """
     if config.get("pad_token_id") is not None and config["pad_token_id"] not in ends:
         return {}
     added = json.loads(tokenizer.to_json()).get("added_tokens", [])
-    special = {entry["id"]: "pad" not in entry["content"].lower() for entry in added}
-    free = (number for number in range(tokenizer.vocabulary_size) if number not in ends)
-    return {
-        "pad_token_id": min(
-            free, key=lambda number: (special.get(number, True), number not in special, number)
-        )
-    }
+    special = [entry["id"] for entry in added if "pad" in entry["content"].lower()]
+    special += [entry["id"] for entry in added]
+    choices = [*special, *range(tokenizer.vocabulary_size)]
+    return {"pad_token_id": next(number for number in choices if number not in ends)}
 
 
 def _quantized_notes(trained: TrainedWeights, adapter: TrainedAdapter | None) -> list[str]:
@@ -281,6 +269,4 @@ def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
             "the score is read at the last token that is no padding (pad_token_id of config.json): end texts as the"
             " documents end, with the end token, or by the chat template"
         )
-    if shape.positions == "learned" and not shape.bias:
-        notes.append("GPT-2 has biases in transformers: they are zeros, because this model has none")
     return notes

@@ -86,13 +86,11 @@ class Feed(Protocol):
 
     Attributes:
         micro_batches: packs per rank and step.
-        targets_per_step: mean target tokens of a global step.
         ended: whether the documents have ended.
         late: names the documents that arrived too late on a rank and so ended the steps; empty if none did.
     """
 
     micro_batches: int
-    targets_per_step: float
     ended: bool
     late: str
 
@@ -135,7 +133,6 @@ class EpochFeed:
         self.loader, self.sampler = loader, loader.sampler
         self.micro_batches = self.sampler.micro_batches
         self.name = documents.name
-        self.targets_per_step = float(documents.target_counts.sum()) / self.sampler.steps_per_epoch
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
         self.close = loader.close
         self._clock = clock

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
-from itertools import permutations
 from pathlib import Path
 
 from multipack.atomic import cache_folder
@@ -19,12 +16,9 @@ from multipack.shapes import read_json
 from multipack.shapes.adapter import AdapterConfig
 
 _RULE = "files-"
-"""Prefix of hashes of whole files; earlier versions hashed samples of them, without a prefix."""
+"""Prefix of hashes of whole files. Hashes of earlier versions, of samples of them, have none and are not compared."""
 _PLACES = ("base_model_name_or_path", "revision")
 """Settings of an adapter that locate its base; not hashed, because the files of the base are."""
-
-_MOST_SETTINGS = 5
-"""Most files *config.json whose orders are tried; folders have up to four."""
 
 
 def check_base(config: AdapterConfig, world: World) -> str:
@@ -43,12 +37,10 @@ def check_base(config: AdapterConfig, world: World) -> str:
     try:
         folder = weights_folder(model_folder(config.base, "adapter.base"))
         found = _hash_of(folder)
-        by_samples = config.base_hash and not config.base_hash.startswith(_RULE)
-        if config.base_hash not in ("", found, *(_sampled(folder) if by_samples else ())):
-            empty = ", or give adapter.base_hash= if you know that they are the same" if by_samples else ""
+        if config.base_hash.startswith(_RULE) and config.base_hash != found:
             raise ValueError(
                 f"adapter.base={config.base} holds other weights than these adapters were trained beside: restore"
-                f" them, or name their folder in adapter.base{empty}"
+                " them, or name their folder in adapter.base"
             )
     except (ValueError, OSError) as error:
         problem, failure = str(error), error
@@ -78,29 +70,3 @@ def _hash_of(folder: Path) -> str:
     )
     below = _hash_of(peft_base(folder)) if is_peft(folder) else ""
     return _RULE + digest_of([json.dumps([below, sums, decisive], sort_keys=True).encode()]).hex()
-
-
-def _sampled(folder: Path) -> Iterator[str]:
-    """Hashes of earlier versions, of 256 samples of 16 KiB of each file, with JSON files in every order.
-
-    Those versions hashed JSON files in the order in which the file system listed them.
-    """
-    files = sorted(folder.glob("*.safetensors")) if is_export(folder) else [folder / COMPLETE]
-    weights = b"".join(map(_samples, files))
-    settings = [_samples(file) for file in sorted(folder.glob("*config.json"))[:_MOST_SETTINGS]]
-    for below in _sampled(peft_base(folder)) if is_peft(folder) else [""]:
-        start = hashlib.sha256(below.encode() + weights)
-        for order in permutations(settings):
-            digest = start.copy()
-            digest.update(b"".join(order))
-            yield digest.hexdigest()
-
-
-def _samples(file: Path) -> bytes:
-    """The name and size of a file, and 256 samples of it."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        starts = (number * max(size - (1 << 14), 0) // 255 for number in range(256))
-        return f"{file.name} {size}".encode() + b"".join(
-            opened.read(1 << 14) for start in starts if opened.seek(start) >= 0
-        )

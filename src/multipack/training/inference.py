@@ -146,37 +146,26 @@ def answer(
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The prompts of `given`, followed by the lines of `file`; `-` is standard input.
+    """The prompts of `given`, followed by the lines of `file` that have text; `-` is standard input.
 
     Raises:
-        ValueError: there are no prompts, or a line is empty.
+        ValueError: there are no prompts, or the file is not text.
         FileNotFoundError: there is no such file.
     """
-    prompts = list(given)
+    text = ""
     if file:
-        where = "standard input" if file == "-" else file
         try:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where} is not text in UTF-8: {error}") from error
-        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-            if not line.strip():
-                raise ValueError(f"{where}, line {number} is empty: every line is a prompt")
-            prompts.append(line.removesuffix("\r"))
+            raise ValueError(f"{file} is not text in UTF-8: {error}") from error
+    prompts = [*given, *(line.removesuffix("\r") for line in text.split("\n") if line.strip())]
     if not prompts:
-        raise ValueError(
-            'nothing to continue: give --prompt "TEXT" (any number of them), --prompts FILE or --chat'
-        )
+        raise ValueError('nothing to continue: give "TEXT" (any number of them), --prompts FILE or --chat')
     return prompts
 
 
 def print_completions(
-    path: Path,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    device: str = "auto",
-    as_json: bool = False,
-    timing: bool = False,
+    path: Path, prompts: Sequence[str], sampling: Sampling, device: str = "auto", as_json: bool = False
 ) -> None:
     """Complete prompts and print them, as `multipack generate`; a single completion is streamed.
 
@@ -215,14 +204,14 @@ def print_completions(
     else:
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
             _print(f"=== {number} of {len(prompts)}\n{prompt}{completion.text}", end="\n")
-    _print_notes("prompt", sizes, completions, model, seconds if timing else None)
+    _note_cut(model, max(sizes))
 
 
-def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
-    """Answer each line of standard input, as one conversation, until its end.
+def converse(path: Path, system: str, sampling: Sampling, device: str = "auto") -> None:
+    """Chat on standard input and output: a line is a question, the text after it the answer.
 
     Raises:
-        FileNotFoundError, ValueError: there is no chat template; see also `load_run` and `answer`.
+        FileNotFoundError, ValueError: see `load_run` and `answer`; or the model has no chat template.
     """
     template = find_template(path)
     if template is None:
@@ -240,35 +229,21 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
             break
         if not line.strip():
             continue
-        start = time.perf_counter()
         messages.append({"role": "user", "content": line})
         completion, read = answer(model, tokenizer, template, messages, sampling, _print)
         messages.append({"role": "assistant", "content": completion.text})
-        seconds = time.perf_counter() - start
         _print("", end="\n")
         if completion.reason == "length":
             _print_note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
-        _print_notes("conversation", [read], [completion], model, seconds if timing else None)
+        _note_cut(model, read)
     if is_terminal:
         _print("", end="\n")
 
 
-def _print_notes(
-    what: str, sizes: Sequence[int], completions: Sequence[Completion], model: Decoder, seconds: float | None
-) -> None:
-    """Print notes on texts that are longer than the context and, unless `seconds` is None, on the speed."""
-    context = model.shape.context
-    for number, size in enumerate(sizes, start=1):
-        if size > context:
-            name = f"{what} {number}" if len(sizes) > 1 else f"the {what}"
-            _print_note(
-                f"{name} has {size:,} tokens: the model sees the last {context:,} of them (model.context)"
-            )
-    if seconds is not None:
-        new = sum(len(completion.tokens) for completion in completions)
-        _print_note(
-            f"{new:,} tokens after {sum(sizes):,} of prompts in {seconds:.2f} s: {new / seconds:,.1f} tokens/s"
-        )
+def _note_cut(model: Decoder, size: int) -> None:
+    """Note that a text of `size` tokens is longer than the context."""
+    if size > (context := model.shape.context):
+        _print_note(f"{size:,} tokens were read: the model sees the last {context:,} of them (model.context)")
 
 
 def _print(text: str, end: str = "") -> None:

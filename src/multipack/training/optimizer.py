@@ -86,13 +86,8 @@ def _unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) ->
     matched = [name for name in names if rule.matches(name)]
     if matched:
         earlier = next(other for other in before if other.matches(matched[0]))
-        return (
-            f"optimizer.rules: {rule.text!r} has no effect, because earlier rules match all its parameters"
-            f" ({earlier.text!r} matches {matched[0]}): put it before them"
-        )
-    parts = [name.split(".") for name in names]
-    known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
-    near = difflib.get_close_matches(rule.pattern, known, 3, 0.5) or list(known)[:3]
+        return f"optimizer.rules: {rule.text!r} has no effect after {earlier.text!r}: put it before that"
+    near = difflib.get_close_matches(rule.pattern, names, 3, 0.3) or names[:3]
     return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
@@ -150,7 +145,7 @@ def build_optimizer(
         whole: all parameters of the model, to match rules with; None = the parameters of `model`.
 
     Raises:
-        ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
+        ValueError: see `freeze`.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     config = replace(config, lr=max(config.lr, 0.0))  # the engine sets the rate of each step
@@ -175,24 +170,11 @@ def build_optimizer(
 
 
 def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) of torch.
-
-    Raises:
-        ValueError: `optimizer.fused=true` where the device has no such kernel.
-    """
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) of torch, which refuses `optimizer.fused=true` by device."""
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    lacking = sorted(devices - FUSED_DEVICES)
-    if config.fused == "true" and lacking:
-        raise ValueError(
-            f"optimizer.fused=true has no kernel for parameters on {', '.join(lacking)} (there is one for"
-            f" {', '.join(sorted(FUSED_DEVICES))}); use auto or false"
-        )
-    fused = config.fused == "true" or (config.fused == "auto" and not lacking)
+    fused = config.fused == "true" or (config.fused == "auto" and devices <= FUSED_DEVICES)
     return torch.optim.AdamW(
-        list(groups) or [{"params": []}],
-        **config.adam_options,
-        fused=fused,
-        foreach=not fused,
+        list(groups) or [{"params": []}], **config.adam_options, fused=fused, foreach=not fused
     )
 
 
@@ -250,9 +232,8 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of step `step`, counted from 1, in a run of `steps` steps.
 
-    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
-    `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
-    extended from any checkpoint before the decay.
+    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays linearly over
+    the last `decay_share` of the steps: a run can be extended from any checkpoint before the decay.
     """
     if step <= (warmup := warmup_steps(steps, config)):
         return config.lr * step / warmup
@@ -263,8 +244,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
     if config.schedule == "cosine":
         return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
-    if config.schedule == "wsd" and config.decay_shape == "sqrt":
-        progress = math.sqrt(progress)
     return floor + (config.lr - floor) * (1 - progress)
 
 
@@ -275,46 +254,12 @@ def warmup_steps(steps: int, config: OptimizerConfig) -> int:
     return math.ceil(config.warmup_steps * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
 
 
-def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """Factor of all learning rates of a run, from the mean number of target tokens in its steps.
-
-    With κ times `optimizer.reference_tokens` targets in a step the factor is κ (`linear`: Goyal et al. 2017,
-    arXiv:1706.02677, for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon
-    are not scaled.
-    """
-    if config.lr_scaling == "none":
-        return 1.0
-    if targets_per_step <= 0:
-        raise ValueError(
-            f"optimizer.lr_scaling={config.lr_scaling} needs steps with targets, got {targets_per_step} a step"
-        )
-    kappa = targets_per_step / config.reference_tokens
-    return kappa if config.lr_scaling == "linear" else math.sqrt(kappa)
-
-
-def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
-    """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
-    factor = rate_factor(config, targets_per_step)
-    warmup, (begin, last) = warmup_steps(steps, config), _decay(steps, config)
-
-    def at(step: int) -> str:
-        return f"{factor * learning_rate(step, steps, config):g} at step {step}"
-
-    parts = [config.schedule, f"warm-up to {at(warmup)}" if warmup else at(1)]
-    decays = config.schedule != "constant" and last > max(begin, 1)
-    if decays and config.schedule == "wsd":
-        shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
-        parts.append(f"{shape} decay from step {max(begin, 1)} to {at(last)}")
-    elif decays:
-        parts.append(at(last))
-    if steps < (last if decays else warmup):
-        parts.append(f"the run ends before, with {at(steps)}")
-    if config.lr_scaling != "none":
-        parts.append(
-            f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
-            f" {targets_per_step:,.0f} targets a step over {config.reference_tokens:,})"
-        )
-    return "; ".join(parts)
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """One line for the run header: the schedule, and the rates at its turning points."""
+    decay = () if config.schedule == "constant" else _decay(steps, config)
+    turns = sorted({min(max(step, 1), steps) for step in (warmup_steps(steps, config), *decay)})
+    rates = (f"{learning_rate(step, steps, config):g} at step {step}" for step in turns)
+    return f"{config.schedule}; {', '.join(rates)}"
 
 
 def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:

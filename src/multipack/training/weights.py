@@ -1,6 +1,6 @@
 """Trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
 
-    RUN                     its latest checkpoint (or its best, or the moving average of its weights)
+    RUN                     its latest checkpoint, or its best
     RUN/checkpoints/step-…  that checkpoint
     FOLDER                  config.json and safetensors, as `multipack export` and save_pretrained write them
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,18 +33,15 @@ from multipack.reports.console import Detail
 from multipack.run import find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training.callbacks.averaging import MovingAverage
-from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.checkpoint import load_checkpoint
 from multipack.training.frozen_files import check_base
 from multipack.training.run_config import saved_adapter, trained_shape
 from multipack.words import read_yaml
 
-Weights = Literal["latest", "best", "ema"]
-"""Weights of a run: the newest, the best (lowest validation loss), or the newest moving average."""
+Weights = Literal["latest", "best"]
+"""Weights of a run: the newest, or the best (lowest validation loss)."""
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
-AVERAGE = f"{MovingAverage.name}."
-"""Prefix of averaged weights in a checkpoint's group "callbacks"."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def find_weights(
             raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
         folder = run.best_checkpoint()
     checkpoint = load_checkpoint(folder, world, weights_only=True)
-    read = _reader(checkpoint, averaged=weights == "ema")
+    read = partial(checkpoint.source.tensor, "model")
     shape, tokenizer, step = trained_shape(folder), Tokenizer.load(folder), checkpoint.step
     config = saved_adapter(read_yaml(folder / "config.yaml"))
     if config.name == "none":
@@ -168,22 +166,6 @@ def find_weights(
         quantized = frozenset(quantizable(Decoder(shape), config) if config.quantize != "none" else ())
     adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")), quantized)
     return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
-
-
-def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
-    """A function that reads weights of a checkpoint, or their averages; frozen weights have no average."""
-    averages = checkpoint.source.shapes("callbacks") if averaged else {}
-    if averaged and not any(name.startswith(AVERAGE) for name in averages):
-        raise ValueError(
-            f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
-        )
-
-    def read(name: str) -> Tensor:
-        if AVERAGE + name in averages:
-            return checkpoint.source.tensor("callbacks", AVERAGE + name)
-        return checkpoint.source.tensor("model", name)
-
-    return read
 
 
 def adapt_weights(
@@ -246,11 +228,10 @@ def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) 
         del theirs["family"]  # the shape of words, or of a run of words
     if not initial.shape.scores:  # a reward model starts from a language model
         del theirs["scores"]
-    # `_effective` leaves out context or rope_theta, depending on the positions.
     differing = [
-        f"model.{name}={ours[name]} (there {theirs[name]})"
-        for name in ours
-        if name in theirs and ours[name] != theirs[name]
+        f"model.{name}={value} (there {theirs[name]})"
+        for name, value in ours.items()
+        if theirs.get(name, value) != value
     ]
     if differing:
         raise ValueError(
@@ -266,16 +247,14 @@ def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) 
 
 def _effective(shape: ModelShape) -> dict[str, Any]:
     """The fields of a shape that its weights depend on, with defaults resolved."""
-    found = {
-        **shape.to_dict(),
+    # Under rotary positions the context only limits generation.
+    free = {"dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"}
+    resolved = {
         "architecture": bool(shape.architecture),
         "head_dim": shape.head_width,
         "window_layers": shape.sliding_layers,
     }
-    # Under rotary positions the context only limits generation.
-    for name in ("dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"):
-        del found[name]
-    return found
+    return {name: value for name, value in (shape.to_dict() | resolved).items() if name not in free}
 
 
 def _known_rows(initial: TrainedWeights, tokenizer: Tokenizer, setting: str) -> set[int]:

@@ -7,10 +7,7 @@
     cu_seqlens     0 5 7 10 12                                  (documents + 1,) int32, padding counted as one
     weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, if documents have equal weight; else None
 
-Padding is one last document that attends to itself and is never a target. If documents are aligned to a multiple, each
-also ends in padding of its own, which no token of it attends to:
-
-    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16; targets −
+Padding is one last document that attends to itself and is never a target.
 
 Documents with a common beginning may share it: the pack holds its tokens once. The bounds are then bounds of the
 nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` has the rest:
