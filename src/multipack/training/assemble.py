@@ -388,7 +388,8 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
 
             problem = next(filter(None, world.gather(compiler_problem(world.device))), "")
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
-        train = replace(train, compile="true" if on_gpu and not problem else "false")
+        wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
+        train = replace(train, compile="true" if wanted else "false")
     chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
     return replace(train, dtype=chosen), notes
 
