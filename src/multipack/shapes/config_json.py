@@ -8,13 +8,12 @@ rotation.py rotary positions.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.shapes.families import BY_TYPE, FAMILIES, SIZES, SQRT_WIDTH, Family
+from multipack.shapes.families import BY_TYPE, FAMILIES, SIZES, Family
 from multipack.shapes.json_values import mapping_of, number_of, read_json, real_of
 from multipack.shapes.rotation import is_of_family, of_full_layers, read_rotation, written_rotation
 
@@ -155,16 +154,10 @@ def _sizes(kind: str, config: Mapping[str, Any]) -> dict[str, int]:
 
 def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The switches of a family, and the fields that its files state."""
-    found = _switches(family, fields["d_model"]) | {"bias": family.always_bias}
+    found = family.switches_of(fields["d_model"]) | {"bias": family.always_bias}
     if "window" not in family.fields and not config.get("use_sliding_window"):
         found |= {"window": 0, "window_layers": 0, "full_every": 0}
     return found | {setting.field: setting.read(config, fields) for setting in family.settings}
-
-
-def _switches(family: Family, width: int) -> dict[str, Any]:
-    """The switches of a family's model of this width."""
-    scale = family.switches.get("embedding_scale")
-    return family.switches | ({"embedding_scale": math.sqrt(width)} if scale == SQRT_WIDTH else {})
 
 
 def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:
@@ -282,7 +275,7 @@ def _differing(shape: Any, family: Family) -> list[str]:
     """Fields of a shape whose values no model of the family has."""
     default = type(shape)(layers=1).to_dict()
     fixed = {name: value for name, value in default.items() if name not in _FREE | family.fields}
-    fixed |= _switches(family, shape.d_model)
+    fixed |= family.switches_of(shape.d_model)
     if family.always_bias:  # missing ones are zeros
         fixed.pop("bias")
     found = [name for name, value in fixed.items() if getattr(shape, name) != value]

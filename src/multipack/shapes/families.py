@@ -315,6 +315,11 @@ class Family:
         """The fields of `ModelShape` that `settings` state."""
         return {setting.field for setting in self.settings}
 
+    def switches_of(self, width: int) -> dict[str, Any]:
+        """The switches of a model of this width."""
+        scale = self.switches.get("embedding_scale")
+        return self.switches | ({"embedding_scale": math.sqrt(width)} if scale == SQRT_WIDTH else {})
+
     @property
     def score_architecture(self) -> str:
         """Class of transformers with a head of scores; empty = there is none."""
