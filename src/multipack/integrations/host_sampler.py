@@ -107,11 +107,11 @@ def full_steps(
 
     Args:
         lengths: (documents,) number of tokens of each document.
-        options: options of the plan; `tail` is set here.
+        options: of the plan; `tail` is set here.
         drop_last: leave out the last documents if their packs do not fill a step.
-        steps: number of steps; documents that do not fit are left out. None = the fewest that hold all documents.
-        seed: seed of the order.
-        epoch: epoch of the order.
+        steps: documents that do not fit into this number are left out. None = the fewest that hold all documents.
+        seed: of the order.
+        epoch: of the order.
 
     Returns:
         The plan. A step has fewer documents than packs only if there are too few documents for all steps.

@@ -111,10 +111,10 @@ def answer(
 
     Args:
         model: a decoder that was trained on conversations.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's.
         template: the chat template of the model's training data.
         messages: dicts with `role` and `content`; the last one has the role `user`.
-        sampling: options of sampling; the i-th answer of the conversation uses `seed + i`, from i = 0.
+        sampling: the i-th answer of the conversation uses `seed + i`, from i = 0.
         listener: called with each new piece of the answer's text.
 
     Returns:

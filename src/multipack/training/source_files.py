@@ -47,13 +47,7 @@ def source_dtype(files: Mapping[str, str]) -> str:
 
 
 def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """The source's config.json, if it describes this model but for its vocabulary; else `config`.
-
-    Args:
-        files: see `source_files`.
-        config: content of a config.json that describes the model.
-        shape: shape of the model.
-    """
+    """The source's config.json, if it describes this model but for its vocabulary; else `config`, which does."""
     kept = read_object(files, CONFIG)
     if shape.architecture:
         same = not (kept.get("text_config") or kept.get("quantization_config"))
