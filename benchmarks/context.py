@@ -67,7 +67,7 @@ def grouped(lengths: Integers, ranks: int, group: int) -> dict[str, tuple[float,
         even = COST.cost(own).sum() / group
         sends = (price.token or 0) * int(own.sum()) // group
         ring = head_tail(own, group, slots)
-        planned = place(own, COST, group, slots, price, padded=False)
+        planned = place(own, COST, group, slots, price)
         ways = {"ring": placed(ring, price), "Ulysses": (even, even + sends, 0)}
         ways["auto"] = min(placed(planned, price), ways["Ulysses"], key=lambda way: way[1])
         for name, way in ways.items():
@@ -97,7 +97,7 @@ def table(quick: bool) -> Table:
         {"long documents": "", "ranks": ",", "method": "", "cost": ".3f", "with bytes": ".3f", "keys": ".2f"}
         | {"seconds": ".2f"},
     )
-    worst = {"equal": 0.0, "more": 0.0, "auto": 0.0}
+    worst = {"all": 0.0, "auto": 0.0}
     place([300, 20, 10], COST, 4, 90)  # compiles
     for ranks in (64,) if quick else (64, 256, 1024):
         for share, shortest, longest in MIXES:
@@ -110,19 +110,16 @@ def table(quick: bool) -> Table:
             for method, (cost, both, keys) in ways.items():
                 made.row(name, ranks, f"{method}, groups of {group}", cost, both, keys, 0.0)
             free, dear = Prices(), prices(ranks)
-            for slots, slack in ((SLOTS, "equal"), (SLOTS * 5 // 4, "more")):
-                for price, aim in ((free, "balance"), (dear, "time")):
-                    began = time.process_time()
-                    found = place(lengths, COST, ranks, slots, price, padded=slack == "equal")
-                    seconds = time.process_time() - began
-                    cost, both, keys = placed(found, dear)
-                    slots_named = "equal slots" if slack == "equal" else "a quarter more slots"
-                    title = f"placed on all, {slots_named}, for {aim}"
-                    made.row(name, ranks, title, cost / mean, both / mean, keys / lengths.sum(), seconds)
-                    if aim == "balance":
-                        worst[slack] = max(worst[slack], cost / mean)
-    made.at_most("context: placed on all ranks, equal slots", worst["equal"], 1.10, ".3f")
-    made.at_most("context: placed on all ranks, a quarter more slots", worst["more"], 1.02, ".3f")
+            for price, aim in ((free, "balance"), (dear, "time")):
+                began = time.process_time()
+                found = place(lengths, COST, ranks, SLOTS, price)
+                seconds = time.process_time() - began
+                cost, both, keys = placed(found, dear)
+                title = f"placed on all, for {aim}"
+                made.row(name, ranks, title, cost / mean, both / mean, keys / lengths.sum(), seconds)
+                if aim == "balance":
+                    worst["all"] = max(worst["all"], cost / mean)
+    made.at_most("context: placed on all ranks", worst["all"], 1.10, ".3f")
     made.at_most(
         "context: auto over the better of a ring and Ulysses, with bytes", worst["auto"], 1.003, ".3f"
     )

@@ -1,7 +1,6 @@
 """Documents that a plan, and random draws, show and miss in an epoch.
 
-    python benchmarks/draws.py              # a table, and results/draws.json; seconds
-    python benchmarks/draws.py --page       # also writes the table to docs/parallel/reading.md
+    python benchmarks/draws.py              # seconds; results/draws.json, and the table in docs/parallel/reading.md
 
 Documents of seeded lognormal lengths are given to W data-parallel ranks in three ways: the partition of a plan; draws
 with replacement, where each rank has its own seed; and a shuffle of all documents on each rank, again with its own
@@ -15,7 +14,7 @@ share of documents that no rank was given after several epochs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +27,8 @@ from result import DOCS, parser_of, write_between, write_result
 
 Integers = NDArray[np.int64]
 CAPACITY, MEAN_LOG, SPREAD_LOG = 4096, 5.8, 0.9
+DOCUMENTS, RANKS, EPOCHS = 50_000, (1, 2, 8, 64), 4
+"""The last is the number of epochs that `unseen` is counted over."""
 WAYS = {"with replacement": True, "own shuffles": False}
 
 
@@ -88,7 +89,7 @@ def expected_coverage(draws: int, documents: int, ranks: int, replacement: bool)
     return missed, 1 - missed - trials * chance * (1 - chance) ** (trials - 1)
 
 
-def measure(documents: int, ranks: list[int], epochs: int) -> list[dict[str, Any]]:
+def measure(documents: int, ranks: Sequence[int], epochs: int) -> list[dict[str, Any]]:
     """A row for each number of ranks and each way."""
     lengths, rows = lengths_of(documents), []
     for world_size in ranks:
@@ -125,20 +126,11 @@ def table(rows: list[dict[str, Any]], epochs: int) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "draws")
-    parser.add_argument("--documents", type=int, default=50_000)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64])
-    parser.add_argument("--epochs", type=int, default=4, help="epochs that `unseen` is counted over")
-    parser.add_argument(
-        "--page", action="store_true", help="write the table into docs/parallel/reading.md too"
-    )
-    options = parser.parse_args()
-    rows = measure(options.documents, options.ranks, options.epochs)
-    text = table(rows, options.epochs)
-    print(text)
-    write_result(options.out, {"documents": options.documents, "epochs": options.epochs, "rows": rows})
-    if options.page:
-        write_between(DOCS / "parallel" / "reading.md", "draws", text)
+    options = parser_of(__doc__, "draws").parse_args()
+    rows = measure(DOCUMENTS, RANKS, EPOCHS)
+    print(text := table(rows, EPOCHS))
+    write_result(options.out, {"documents": DOCUMENTS, "epochs": EPOCHS, "rows": rows})
+    write_between(DOCS / "parallel" / "reading.md", "draws", text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training step spends outside forward, backward and optimizer, and its MFU.
 
-    python benchmarks/overhead.py --steps 30
+    python benchmarks/overhead.py
 
 Trains the default model on the embedded corpus and reads its own metrics.jsonl; a second run without prefetching shows
 what the background thread hides. Then two wider models in fp32, for MFU against the measured matmul peak. Results go
@@ -13,6 +13,7 @@ import statistics
 
 from result import parser_of, records_of, write_result
 
+STEPS = 30
 FP32 = [
     "train.eval_every=1",
     "train.eval_packs=1",
@@ -28,9 +29,9 @@ RUNS = {
 }
 
 
-def shares(words: list[str], steps: int) -> dict[str, float]:
+def shares(words: list[str]) -> dict[str, float]:
     """Median shares of a step's time, the first three steps left out; seconds of a step, and MFU in percent."""
-    records = records_of([*words, f"train.steps={steps}"])
+    records = records_of([*words, f"train.steps={STEPS}"])
     records = [record for record in records if "dt" in record][3:]
     parts = {
         "forward": lambda r: r["dtf"] / r["dt"],
@@ -45,17 +46,13 @@ def shares(words: list[str], steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "overhead")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("words", nargs="*", help="more settings")
-    options = parser.parse_args()
-    rows = []
+    options, rows = parser_of(__doc__, "overhead").parse_args(), []
     for run, words in RUNS.items():
-        found = shares([*words, *options.words], options.steps)
+        found = shares(words)
         times = "  ".join(f"{name} {value:.2%}" for name, value in list(found.items())[:5])
         print(f"{run}: {found['seconds']:.3f} s a step, MFU {found['mfu']:.1f} %;  {times}", flush=True)
         rows.append({"run": run, **found})
-    write_result(options.out, {"rows": rows, "words": options.words})
+    write_result(options.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python benchmarks/parallel.py            on 2 and 4 processes, about a minute
     python benchmarks/parallel.py --quick    on 2 processes
-    python benchmarks/parallel.py --show     the figures that were written last, without measuring
-    python benchmarks/parallel.py --page     the same, into docs/parallel/measured.md
+    python benchmarks/parallel.py --page     the figures that were written last, into docs/parallel/measured.md
 
 A full run writes results/parallel.json; a quick run writes only to --out.
 """

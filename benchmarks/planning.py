@@ -3,8 +3,7 @@
     python benchmarks/planning.py                     every table, a few minutes
     python benchmarks/planning.py --quick             every table with less data, under a minute
     python benchmarks/planning.py --table openchat    one table; give the option again for more
-    python benchmarks/planning.py --show              the figures that were written last, without measuring
-    python benchmarks/planning.py --page              the same, into docs/planning.md
+    python benchmarks/planning.py --page              the figures that were written last, into docs/planning.md
 
 One thread; seconds are CPU seconds of the process, the least of several calls, so that a busy machine matters
 little; compilation has a separate table. Everything is measured here but the rows marked `published` and

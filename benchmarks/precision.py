@@ -1,6 +1,6 @@
 """Why short bfloat16 documents are attended to in float32 on a CPU: both ways, by length, in one process.
 
-    python benchmarks/precision.py --repeats 9
+    python benchmarks/precision.py
 
 Forward and backward of equally many tokens in documents of one length: torch's bfloat16 kernel, and the same
 bfloat16 tensors attended to in float32 (casts included), by turns. Ratios are medians of bfloat16's time over
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from result import by_turns, median_ratio, parser_of, write_result
 
-TOKENS, HEADS, WIDTH = 8192, 4, 48
+TOKENS, HEADS, WIDTH, REPEATS = 8192, 4, 48, 9
 LENGTHS = (64, 200, 500, 1000, 2000, 4000)
 
 
@@ -30,11 +30,8 @@ def attend(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> No
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "precision")
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
+    options, rows = parser_of(__doc__, "precision").parse_args(), []
     torch.manual_seed(0)
-    rows = []
     for length in LENGTHS:
         size = (1, HEADS, length, WIDTH)
         parts = [
@@ -42,7 +39,7 @@ def main() -> None:
             for _ in range(TOKENS // length)
         ]
         ways = {name: partial(attend, parts, getattr(torch, name)) for name in ("bfloat16", "float32")}
-        found = by_turns(ways, options.repeats, clock=time.perf_counter)
+        found = by_turns(ways, REPEATS, clock=time.perf_counter)
         ratio = median_ratio(found["bfloat16"], found["float32"])
         print(f"{length:>6,} tokens a document: bfloat16 takes {ratio:.2f} × the time of float32", flush=True)
         rows.append({"length": length, "bfloat16_over_float32": ratio})

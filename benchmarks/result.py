@@ -35,7 +35,7 @@ def records_of(words: list[str]) -> list[dict[str, Any]]:
     from multipack.training.train import train
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        train(compose([*words, "train.compare_padding=false", "log.every=0", f"out={folder}/run"]))
+        train(compose([*words, "log.every=0", f"out={folder}/run"]))
         return list(RunDirectory(f"{folder}/run").records())
 
 

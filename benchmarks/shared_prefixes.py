@@ -1,7 +1,7 @@
 """What sharing common beginnings gains: slots, steps, and how long 1 G tokens take to sort.
 
     python benchmarks/shared_prefixes.py --data ../shared/data          # every table
-    python benchmarks/shared_prefixes.py --table steps --layers 3 --width 192
+    python benchmarks/shared_prefixes.py --table steps
 
 slots   InstructLab as plain fine-tuning, in random packs of 32,768 bytes (data.share_prefixes=all); the 300 preference
         pairs (pairs); groups of eight documents that begin with one question of GSM8K and go on with answers of others
@@ -50,6 +50,12 @@ from result import by_turns, parser_of, write_result
 CAPACITY = 32_768
 GROUP = 8
 PROMPTS, PROMPT, LENGTH = 16, 60, 200
+SORTED, ROUNDS = 100_000_000, 12
+"""Tokens that are sorted, and steps of each kind."""
+VOCABULARY = 1024
+SHAPE = ModelShape(
+    layers=3, heads=3, kv_heads=3, d_model=192, d_ff=768, vocabulary_size=VOCABULARY, context=2048
+)
 
 
 def read(path: Path) -> Any:
@@ -158,13 +164,13 @@ ROWS = (
 )
 
 
-def documents_of(row: Row, vocabulary: int) -> list[Document]:
+def documents_of(row: Row) -> list[Document]:
     """Random documents of a row, group after group."""
     rng, made = np.random.default_rng(0), []
     for _ in range(row.groups):
-        begin = rng.integers(0, vocabulary, row.prompt)
+        begin = rng.integers(0, VOCABULARY, row.prompt)
         for _ in range(row.documents):
-            tokens = np.append(begin, rng.integers(0, vocabulary, row.completion)).astype(np.uint32)
+            tokens = np.append(begin, rng.integers(0, VOCABULARY, row.completion)).astype(np.uint32)
             made.append(Document(tokens, np.array([[row.prompt, len(tokens)]])))
     return made
 
@@ -181,13 +187,10 @@ def train(
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of steps on documents of each row, with their beginnings shared and not."""
-    heads, found = options.width // 64, []
-    size = {"layers": options.layers, "heads": heads, "kv_heads": heads, "d_model": options.width}
-    size |= {"d_ff": 4 * options.width, "vocabulary_size": options.vocabulary, "context": 2048}
-    model = Decoder(ModelShape(**size))
+    found, model = [], Decoder(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for row in ROWS:
-        documents = documents_of(row, options.vocabulary)
+        documents = documents_of(row)
         collators = {
             name: PackedCollator(len(documents), 2048, min_prefix=least)
             for name, least in (("alone", None), ("shared", 16))
@@ -195,7 +198,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         ways = {
             name: partial(train, model, optimizer, collate, documents) for name, collate in collators.items()
         }
-        seconds = by_turns(ways, options.rounds)
+        seconds = by_turns(ways, ROUNDS)
         alone, shared = (min(seconds[name]) for name in ways)
         before, after = (collate(documents).num_slots for collate in collators.values())
         ratio, tokens = alone / shared, before / after
@@ -203,11 +206,10 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         figures |= {"seconds": alone, "seconds_shared": shared}
         found.append(row._asdict() | figures)
         print(f"{row.name:<42}{tokens:>6.2f} x fewer tokens{ratio:>8.2f} x faster:{ratio / tokens:>7.2f}")
-    keys = ("layers", "width", "vocabulary", "rounds")
-    return {"rows": found, **{key: getattr(options, key) for key in keys}}
+    return {"rows": found, "shape": SHAPE.to_dict(), "rounds": ROUNDS}
 
 
-TABLES = {"slots": slots, "sort": lambda options: sorting(options.tokens), "steps": steps}
+TABLES = {"slots": slots, "sort": lambda options: sorting(SORTED), "steps": steps}
 
 
 def main() -> None:
@@ -217,11 +219,6 @@ def main() -> None:
         "--table", action="append", choices=list(TABLES), help="only this table; may be repeated"
     )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with text/")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens to sort")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind, after an uncounted one")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=1024)
     options = parser.parse_args()
     result = json.loads(options.out.read_text()) if options.table and options.out.is_file() else {}
     result |= {name: TABLES[name](options) for name in options.table or TABLES}

@@ -48,7 +48,7 @@ def draw(batch: PackedBatch, words: list[str]) -> str:
     assert tree is not None
     node = np.repeat(np.arange(len(batch.lengths)), batch.lengths).tolist()
     names = [words[token] for token in batch.input_ids.tolist()]
-    rows = tree.loss_slots[tree.target_rows].tolist()
+    rows = tree.target_slots.tolist()
     targets: dict[int, list[str]] = {}
     for row, target in zip(rows, batch.targets.tolist(), strict=True):
         targets.setdefault(row, []).append(words[target])

@@ -138,7 +138,6 @@ def run_words(corpus_path, known_peak):
         "optimizer.lr=3e-3",
         "optimizer.warmup_steps=2",
         "train.sample_tokens=4",
-        "train.compare_padding=false",
         "log.every=2",
     ]
 

@@ -9,6 +9,7 @@ import torch
 
 from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.shapes import ModelShape
+from multipack.shapes.families import BY_TYPE
 
 SIZES = {
     "vocab_size": 264,
@@ -119,16 +120,9 @@ def short_run(tmp_path):
     file = tmp_path / "documents.jsonl"
     lines = [json.dumps({"text": "abcdefghij"[number % 7 :] * 3}) for number in range(60)]
     file.write_text("\n".join(lines) + "\n")
-    return [
-        *f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 plan.window=4".split(),
-        *[
-            "train.device=cpu",
-            "train.dtype=fp32",
-            "train.steps=4",
-            "train.eval_every=0",
-            "train.checkpoint_every=2",
-        ],
-    ]
+    plan = "plan.capacity=64 plan.packs_per_step=2 plan.window=4"
+    steps = "train.steps=4 train.eval_every=0 train.checkpoint_every=2 train.device=cpu train.dtype=fp32"
+    return ["data=jsonl", f"data.path={file}", *plan.split(), *steps.split()]
 
 
 def run_words(tmp_path, folder):
@@ -136,60 +130,42 @@ def run_words(tmp_path, folder):
     return [*short_run(tmp_path), *f"log.every=0 optimizer.lr=0.01 model=hf:{folder}".split()]
 
 
-_GEMMA = {"norm": "rmsnorm+1", "activation": "geglu", "embedding_scale": 32**0.5}
 _SOME_WINDOWS = {"window": 3, "full_every": 2}
-_GPT2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu"}
+_LONG = {"rope_type": "longrope", "rope_factor": 4.0, "rope_context": 4}
+_YARN = {"rope_type": "yarn", "rope_factor": 4.0, "head_dim": 16}
 FAMILY_SHAPES = {
-    "gpt2": {**_GPT2, "bias": True},
-    "gpt2-no-bias": _GPT2,
+    "gpt2": {"bias": True},
+    "gpt2-no-bias": {},
     "llama": {},
     "llama-gqa": {"kv_heads": 2, "head_dim": 6},
     "llama-untied-bias": {"kv_heads": 1, "tied": False, "bias": True, "rope_theta": 50.0},
     "llama3": {"kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "rope_factor": 32.0},
     "linear": {"rope_type": "linear", "rope_factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_factor": 4.0, "context": 6},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_factor": 4.0,
-        "rope_context": 64,
-        "head_dim": 16,
-        "rope_theta": 50.0,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_factor": 4.0,
-        "rope_context": 4,
-        "rope_factors": (1.0, 1.1, 1.5, 2.5, 1.2, 2.0, 4.0, 9.0),
-    },
+    "yarn": {**_YARN, "rope_context": 64, "rope_theta": 50.0},
+    "longrope": {**_LONG, "rope_factors": (1.0, 1.1, 1.5, 2.5, 1.2, 2.0, 4.0, 9.0)},
     "mistral": {"window": 3},
     "ministral3": {
-        "rope_type": "yarn",
-        "rope_factor": 4.0,
+        **_YARN,
         "rope_context": 4,
         "rope_attention": 1.0,
         "attention_growth": 0.5,
         "kv_heads": 2,
-        "head_dim": 16,
     },
     "ministral": _SOME_WINDOWS,
-    "qwen2": {"kv_heads": 2, "qkv_bias": True},
-    "qwen3": {"kv_heads": 2, "head_norm": "head", "head_dim": 12},
-    "gemma": _GEMMA,
+    "qwen2": {"kv_heads": 2},
+    "qwen3": {"kv_heads": 2, "head_dim": 12},
+    "gemma": {},
     "gemma2": {
-        **_GEMMA,
         **_SOME_WINDOWS,
-        "norms": "around",
         "kv_heads": 2,
         "attention_scale": 5**-0.5,
         "attention_cap": 2.0,
         "logit_cap": 3.0,
     },
-    "vaultgemma": {**_GEMMA, **_SOME_WINDOWS, "attention_scale": 5**-0.5, "logit_cap": 3.0},
+    "vaultgemma": {**_SOME_WINDOWS, "attention_scale": 5**-0.5, "logit_cap": 3.0},
     "gemma3_text": {
-        **_GEMMA,
         **_SOME_WINDOWS,
-        "norms": "around",
-        "head_norm": "head",
         "kv_heads": 2,
         "attention_scale": 5**-0.5,
         "window_theta": 20.0,
@@ -199,29 +175,25 @@ FAMILY_SHAPES = {
     },
     "phi3": {"kv_heads": 2, "head_dim": 16, "rope_width": 12, "window": 5, "tied": False},
     "phi3-long": {
+        **_LONG,
         "head_dim": 8,
         "rope_width": 6,
         "window": 20,
         "tied": False,
-        "rope_type": "longrope",
-        "rope_factor": 4.0,
-        "rope_context": 4,
         "rope_attention": 1.3,
         "rope_factors": (1.0, 1.1, 1.5, 2.0, 4.0, 9.0),
     },
-    "olmo2": {"norms": "after", "head_norm": "all", "tied": False},
+    "olmo2": {"tied": False},
     "olmo3": {
-        "norms": "after",
-        "head_norm": "all",
+        **_SOME_WINDOWS,
         "tied": False,
         "kv_heads": 2,
         "rope_attention": 1.5,
-        **_SOME_WINDOWS,
         "window_theta": 10_000.0,
         "rope_type": "yarn",
         "rope_factor": 8.0,
     },
-    "exaone4": {"norms": "after", "head_norm": "head", **_SOME_WINDOWS, "unrotated_every": 2},
+    "exaone4": {**_SOME_WINDOWS, "unrotated_every": 2},
     "smollm3": {"kv_heads": 2, "unrotated_every": 2},
     "granite": {
         "embedding_scale": 12.0,
@@ -229,21 +201,16 @@ FAMILY_SHAPES = {
         "attention_scale": 0.0625,
         "logit_divisor": 49.0,
     },
-    "seed_oss": {"kv_heads": 2, "qkv_bias": True, "tied": False},
-    "starcoder2": {"norm": "layernorm", "activation": "gelu", "bias": True, "kv_heads": 2, "window": 4},
+    "seed_oss": {"kv_heads": 2, "tied": False},
+    "starcoder2": {"bias": True, "kv_heads": 2, "window": 4},
 }
-"""Families and their variants → how they differ from a small Llama of two layers."""
+"""Families and variants of them, and of Llama → their values beside the family's switches."""
 
 
 def family_shape(name):
     """A small `ModelShape` of two layers."""
-    small = {
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 4,
-        "d_model": 32,
-        "d_ff": 48,
-        "vocabulary_size": 50,
-        "context": 16,
-    }
-    return ModelShape(**small | FAMILY_SHAPES[name])
+    small = {"layers": 2, "heads": 4, "kv_heads": 4, "d_model": 32, "d_ff": 48}
+    family = BY_TYPE.get(name.partition("-")[0], BY_TYPE["llama"])
+    return ModelShape(
+        **{**small, "vocabulary_size": 50, "context": 16, **family.switches_of(32), **FAMILY_SHAPES[name]}
+    )

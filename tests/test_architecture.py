@@ -16,7 +16,6 @@ ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
     "untrusted": "",
     "ranges": "",
-    "names_elsewhere": "",
     "words": "atomic ranges",
     "atomic": "untrusted",
     "checksums": "atomic",
@@ -32,8 +31,8 @@ LEFT_OF = {
     "integrations": "untrusted words machine shapes planning data ops models",
     "launch": "ranges words machine atomic shapes run planning data ops models parallel",
     "reports": "untrusted words machine atomic checksums shapes run planning data",
-    "imports": "untrusted words names_elsewhere shapes data models parallel",
-    "training": "untrusted ranges names_elsewhere words hub machine atomic checksums shapes run planning data ops"
+    "imports": "untrusted words shapes data models parallel training",
+    "training": "untrusted ranges words hub machine atomic checksums shapes run planning data ops"
     " models parallel reports",
     "cli": "untrusted ranges words machine atomic shapes run planning data ops models parallel reports training launch"
     " imports",
@@ -44,7 +43,6 @@ TORCH_FREE = [
     "shapes",
     "words.py",
     "ranges.py",
-    "names_elsewhere.py",
     "run.py",
     "atomic.py",
     "checksums.py",

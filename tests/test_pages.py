@@ -58,7 +58,6 @@ SMALL = {
     "train.steps": 2,
     "train.eval_every": 2,
     "train.sample_tokens": 0,
-    "train.compare_padding": "false",
 }
 """What a command that trains gets where it does not say otherwise; steps are always these."""
 PLACES = {"/shared/books": "books.store", "/local/scratch": "scratch", "/dev/shm": "scratch"}
@@ -130,7 +129,7 @@ def run(command):
         code, output = 0, str(Path(words[1]).mkdir() or "")
     elif words[:2] == ["multipack", "launch"] and "--dry-run" not in words:
         code, output = launched(shortened(words[1:]))
-    elif words[0] == "multipack" and words[1] not in ("watch", "bench"):
+    elif words[0] == "multipack" and words[1] != "watch":
         code, output = called(shortened(words[1:]))
     elif words[0] == "multipack":
         code, output = started(["-m", "multipack", *words[1:]])
@@ -336,39 +335,26 @@ CONSOLES = [
     for command, output in consoles_of(path.read_text())
 ]
 SAVED = re.compile(r"saved for backward, at most +([\d,]+)")
-COUNTED = re.compile(r"python benchmarks/method\.py -n (\d) (.*)")
 
 
 @pytest.fixture(scope="module")
-def counting():
-    """The function `main` of benchmarks/method.py, and a function from a number of processes to their pool."""
+def counted():
+    """A function of a command of benchmarks/method.py → its output, from ranks that other commands use too."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("method_benchmark", ROOT / "benchmarks" / "method.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with contextlib.ExitStack() as open_pools:
-        yield module.main, cache(lambda size: open_pools.enter_context(module.Ranks(size)))
+        pools = cache(lambda size: open_pools.enter_context(module.Ranks(size)))
+
+        def call(command):
+            with contextlib.redirect_stdout(io.StringIO()) as found:
+                words = shlex.split(command)[2:]
+                module.main(words, lambda size: contextlib.nullcontext(pools(size)))
+            return found.getvalue()
+
+        yield call
     sys.path.remove(str(ROOT / "benchmarks"))
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        pytest.param(command, shown, id=command[28:], marks=pytest.mark.slow)
-        for _, command, shown in CONSOLES
-        if COUNTED.match(command)
-    ],
-)
-def test_counted_steps(command, shown, counting):
-    main, pools = counting
-    size, words = COUNTED.match(command).groups()
-    with contextlib.redirect_stdout(io.StringIO()) as found:
-        main(["-n", size, *words.split()], lambda size: contextlib.nullcontext(pools(size)))
-    lines, saved = zip(*(SAVED.subn("", text.strip("\n")) for text in (found.getvalue(), shown)), strict=True)
-    assert lines[0] == lines[1]
-    assert saved == (1, 1)
-    peaks = [int(SAVED.search(text)[1].replace(",", "")) for text in (found.getvalue(), shown)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)  # stages differ in what they free first
 
 
 @pytest.mark.parametrize(
@@ -376,14 +362,19 @@ def test_counted_steps(command, shown, counting):
     [
         pytest.param(command, shown, id=command[:60], marks=[pytest.mark.slow] * (not is_quick(command)))
         for _, command, shown in CONSOLES
-        if not COUNTED.match(command)
     ],
 )
-def test_outputs_are_those_shown(command, shown, folder, monkeypatch):
+def test_outputs_are_those_shown(command, shown, folder, monkeypatch, request):
     monkeypatch.setitem(globals(), "SMALL", {})
-    ranks = command.startswith("multipack launch")  # which print in processes of their own
-    code, output = started(["-m", *shlex.split(command)]) if ranks else run(command)
-    assert code == 0, output
+    if command.startswith("python benchmarks/method.py"):
+        output = request.getfixturevalue("counted")(command)
+        peaks = [int(SAVED.search(text)[1].replace(",", "")) for text in (output, shown)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.05)  # stages differ in what they free first
+        output, shown = (SAVED.sub("", text) for text in (output, shown))
+    else:
+        ranks = command.startswith("multipack launch")  # which print in processes of their own
+        code, output = started(["-m", *shlex.split(command)]) if ranks else run(command)
+        assert code == 0, output
     assert matches(output, shown), output
 
 
@@ -454,7 +445,7 @@ def check_options(command):
 
 
 def check_settings(name, *words):
-    from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.cli.plan_settings import PackCommand, PlanCommand, plan_names
     from multipack.launch.advise_request import AdviseRequest
     from multipack.training.other_names import translate
     from multipack.training.run_config import compose
@@ -464,7 +455,8 @@ def check_settings(name, *words):
     settings = [
         word for word in words if "=" in word and not word.startswith(("-", "config=", "train.resume="))
     ]
-    merge(commands[name], settings, translate=translate) if name in commands else compose(settings)
+    names = plan_names if name == "plan" else translate
+    merge(commands[name], settings, translate=names) if name in commands else compose(settings)
 
 
 def test_named_files_and_linked_pages_exist():
@@ -474,6 +466,13 @@ def test_named_files_and_linked_pages_exist():
         for page, path in PAGES.items()
         for name in re.findall(named, path.read_text())
         if not (ROOT / name).exists()
+    ]
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    wrong += [
+        f"{page}: {name}"
+        for page, path in PAGES.items()
+        for name in re.findall(r"`(test_\w+)`", path.read_text())
+        if f"def {name}(" not in tests
     ]
     wrong += [
         f"{path}: {target}"

@@ -75,7 +75,7 @@ def main() -> None:
     ):
         run = Path(folder) / "run"
         words += [*shape, "train.steps=6", f"out={run}", "train.profile=true"]
-        train(compose([*words, "train.eval_every=0", "train.compare_padding=false"]))
+        train(compose([*words, "train.eval_every=0"]))
         events = json.loads((run / "trace.json").read_text())["traceEvents"]
         if not options.small:
             shutil.copyfile(run / "trace.json", options.out.with_suffix(".trace.json"))

@@ -1,8 +1,6 @@
 """Packing tools side by side: nineteen rows on thirteen sets of lengths, each set with a proven bound.
 
     python benchmarks/packing                      everything, about five minutes on one core
-    python benchmarks/packing --set uniform        one set; may be repeated
-    python benchmarks/packing --tool multipack     tools whose name begins so; may be repeated
     python benchmarks/packing --page               the page and the picture again, from the last figures
 
 The whole run writes results/packing.json, docs/packing-benchmark.md and docs/packing-benchmark.png. A row is added by a
@@ -17,10 +15,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: CPU seconds of one thread
 
-import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +32,7 @@ from packing.measure import RANKS, measure
 from packing.sets import ONE_TOO_LONG, SETS, Lengths
 from packing.tools import TOOLS, Tool
 from planning_tables.table import aligned
-from result import RESULTS, write_result
-
-STORED = RESULTS / "packing.json"
+from result import parser_of, write_result
 
 
 def figures_of(each: Lengths, lengths: np.ndarray[Any, Any], tools: list[Tool]) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def figures_of(each: Lengths, lengths: np.ndarray[Any, Any], tools: list[Tool]) 
     fewest, found = pack(fits, each.capacity, "fewest"), {}
     for tool in tools:
         try:
-            found[tool.name] = measure(tool, lengths, each.capacity, fewest).to_dict()
+            found[tool.name] = asdict(measure(tool, lengths, each.capacity, fewest))
         except (ValueError, RuntimeError) as error:
             found[tool.name] = {"refused": str(error).splitlines()[0]}
     return {
@@ -61,30 +57,22 @@ def figures_of(each: Lengths, lengths: np.ndarray[Any, Any], tools: list[Tool]) 
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--set", action="append", choices=[each.name for each in SETS], help="only this set")
-    parser.add_argument("--tool", action="append", default=[], help="only tools whose name begins with this")
+    parser = parser_of(__doc__, "packing")
     parser.add_argument("--page", action="store_true", help="write page and picture from the last figures")
     options = parser.parse_args()
     if not options.page:
-        measured = run(options)
-        if options.set or options.tool:
-            return
-        write_result(STORED, measured)
-    page.write(json.loads(STORED.read_text(encoding="utf-8")))
+        write_result(options.out, run())
+    page.write(json.loads(options.out.read_text(encoding="utf-8")))
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the chosen tools on the chosen sets, and print each table."""
-    chosen = [tool for tool in TOOLS if not options.tool or tool.name.startswith(tuple(options.tool))]
-    tools = [tool for tool in chosen if not tool.absent]
+def run() -> dict[str, Any]:
+    """Measure the tools that are installed on all sets, and print each table."""
+    tools = [tool for tool in TOOLS if not tool.absent]
     start = time.perf_counter()
     for tool in tools:
         tool.run(np.arange(1, 400), 512, RANKS, 0)  # imports and compiles
     sets: dict[str, Any] = {}
-    for each in [each for each in SETS if not options.set or each.name in options.set]:
+    for each in SETS:
         if (lengths := each.read()) is None:
             print(f"\n{each.name}: left out, the lengths in ../shared/data/lengths are not there")
             continue
@@ -97,7 +85,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     assert lengths is not None
     too_long = figures_of(ONE_TOO_LONG, lengths, tools)
     print("\none document is too long\n\n" + aligned(page.too_long_rows(too_long)))
-    absent = sorted({str(tool.package) for tool in chosen if tool.absent})
+    absent = sorted({str(tool.package) for tool in TOOLS if tool.absent})
     print(f"\n{time.perf_counter() - start:.0f} s" + f"; not installed: {', '.join(absent)}" * bool(absent))
     return {
         "ranks": RANKS,

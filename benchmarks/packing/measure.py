@@ -6,8 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +55,6 @@ class Measures:
     be kept. A random order has 1 / 3."""
     seconds: float
     """CPU seconds, the least of several calls."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def measure(tool: Tool, lengths: Integers, capacity: int, fewest: Packs, ranks: int = RANKS) -> Measures:

@@ -61,7 +61,7 @@ def _join(rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     joined, timeout = dist.FileStore(store, size), timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=joined, rank=rank, world_size=size, timeout=timeout)
-    _PLACE["world"] = World(rank, size, rank, torch.device("cpu"), "gloo")
+    _PLACE["world"] = World(rank, size, torch.device("cpu"), "gloo")
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

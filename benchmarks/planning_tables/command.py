@@ -1,18 +1,16 @@
-"""The command line of a benchmark that makes tables: measures them, shows the last figures, writes a page."""
+"""The command line of a benchmark that makes tables: measures them, writes their page."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from planning_tables.table import Asked, Table, aligned, grid, markdown, verdicts
-from result import DOCS, RESULTS, write_between, write_result
+from result import DOCS, parser_of, write_between, write_result
 
 LONG = 50  # rows; longer tables are folded in the page
 
@@ -35,37 +33,23 @@ class Suite:
 
     def main(self, doc: str | None) -> None:
         """Run the command line; `doc` is its help."""
-        parser = argparse.ArgumentParser(
-            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        parser = parser_of(doc, self.name)
         parser.add_argument(
-            "--table", action="append", choices=list(self.tables), help="only this; may be repeated"
+            "--table", action="append", choices=list(self.tables), help="only this; repeatable"
         )
-        parser.add_argument(
-            "--quick", action="store_true", help="less work: for a look, not for figures to quote"
-        )
-        parser.add_argument("--show", action="store_true", help="print the last figures, without measuring")
-        parser.add_argument(
-            "--page",
-            action="store_true",
-            help=f"write the last figures to docs/{self.document or self.name}.md",
-        )
-        parser.add_argument("--out", type=Path, help=f"JSON file; results/{self.name}.json after a full run")
+        parser.add_argument("--quick", action="store_true", help="less work: not for figures to quote")
+        parser.add_argument("--page", action="store_true", help="write the last figures into the page")
         options = parser.parse_args()
-        names, stored = options.table or list(self.tables), RESULTS / f"{self.name}.json"
-        if not (options.show or options.page):
-            tables = [self.measure(name, options.quick) for name in names]
-            print(f"\nasked and reached\n\n{aligned(verdicts(asked_of(tables)))}\n\n{summary(tables)}")
-            if options.out or not (options.table or options.quick):
-                figures = {"quick": options.quick, "tables": [table.to_dict() for table in tables]}
-                write_result(options.out or stored, figures)
-            return
-        saved = json.loads((options.out or stored).read_text(encoding="utf-8"))
         if options.page:
+            saved = json.loads(options.out.read_text(encoding="utf-8"))
             write_between(DOCS / f"{self.document or self.name}.md", "tables", self.page(saved))
-        for table in map(Table.from_dict, saved["tables"]) if options.show else []:
-            if table.name in names:
-                show(table)
+            return
+        tables = [self.measure(name, options.quick) for name in options.table or self.tables]
+        print(f"\nasked and reached\n\n{aligned(verdicts(asked_of(tables)))}\n\n{summary(tables)}")
+        is_whole = not (options.table or options.quick)
+        if is_whole or options.out != parser.get_default("out"):
+            figures = {"quick": options.quick, "tables": [asdict(table) for table in tables]}
+            write_result(options.out, figures)
 
     def measure(self, name: str, quick: bool) -> Table:
         """Make and print a table, with its time and the machine's load before and after."""
@@ -73,7 +57,10 @@ class Suite:
         table = self.tables[name](quick)
         seconds = time.perf_counter() - began
         table.how = f"{seconds:.0f} s, load {before:.3g} before and {os.getloadavg()[0]:.3g} after"
-        show(table)
+        print(f"\n{table.name}: {table.title} ({table.how})\n\n{aligned(grid(table))}")
+        if table.asked:
+            print(f"\n{aligned(verdicts(table.asked))}")
+        print("".join(f"  {note}\n" for note in table.notes))
         return table
 
     def page(self, saved: dict[str, Any]) -> str:
@@ -90,16 +77,6 @@ class Suite:
             parts += [f"### {table.name}\n\n{title}{table.how and f' ({table.how})'}.", rows]
             parts += ["\n".join(f"- {note}." for note in table.notes)] if table.notes else []
         return "\n\n".join(parts)
-
-
-def show(table: Table) -> None:
-    """Print a table, what was asked of it, and its notes."""
-    print(f"\n{table.name}: {table.title}{table.how and f' ({table.how})'}\n")
-    print(aligned(grid(table)))
-    if table.asked:
-        print("\n" + aligned(verdicts(table.asked)))
-    for note in table.notes:
-        print(f"  {note}")
 
 
 def asked_of(tables: list[Table]) -> list[Asked]:

@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -68,13 +68,9 @@ class Table:
         """Ask that a figure does not fall below a bound; `how` as in `at_most`."""
         self.asked.append(Asked(figure, reached, asked, False, *how))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Table:
-        """What `to_dict` wrote."""
+        """Of the values of `asdict`."""
         return cls(**{**values, "asked": [Asked(**each) for each in values["asked"]]})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +103,7 @@ def build(processes: int, words: list[str], items: str = "") -> None:
         mesh = build_mesh(config.parallel, World(size=processes))
         shape = objective.shape(config.shape_with(config.model.vocabulary_size))
         dtype = DTYPES[config.train.dtype]
-        open_engine(config, objective, shape, None, mesh, dtype, time.perf_counter)
+        open_engine(config, objective, shape, None, mesh, dtype)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

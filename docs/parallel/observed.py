@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from multipack.launch.bandwidth import Operation, call_collective
+from multipack.parallel.collectives import all_gather_single, reduce_scatter_single
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig, Schedule
 from multipack.parallel.stages import split_layers
@@ -19,31 +21,62 @@ from parallel_tables.setups import engine_of, pack_of, train_step
 
 BASE = 100
 """Element e of rank r has the value BASE^r in place e of a vector, so that a result shows what it is made of."""
+OPERATIONS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather"),
+    *("reduce_scatter", "gather", "scatter", "all_to_all"),
+)
 Element = tuple[int | None, int]
 """(rank that an element comes from, its place there); rank None = the sum over all ranks."""
 
 
 def collective_results(size: int) -> dict[str, list[list[Element]]]:
     """Operation → what each rank has after it; `before` is what each has before it."""
-    operations = list(get_args(Operation))
     with Ranks(size) as ranks:
         found: dict[str, list[list[Element]]] = {
             "before": [[(rank, at) for at in range(size)] for rank in range(size)]
         }
-        for operation in operations:
+        for operation in OPERATIONS:
             found[operation] = ranks.run(_after, operation)
     return found
 
 
-def _after(world: World, operation: Operation) -> list[Element]:
+def _after(world: World, operation: str) -> list[Element]:
     size = 1 if operation in ("all_gather", "gather") else world.size
     own = torch.tensor([10.0 * (world.rank + 1) + at for at in range(size)])
-    result = call_collective(operation, own, world)
+    result = _called(operation, own, world)
     total = [sum(10.0 * (rank + 1) + at for rank in range(world.size)) for at in range(world.size)]
     return [
         (None, total.index(value)) if value in total else (int(value) // 10 - 1, int(value) % 10)
         for value in ([] if result is None else result.tolist())
     ]
+
+
+def _called(operation: str, own: Tensor, world: World) -> Tensor | None:
+    """The result of a collective on this rank's tensor; None on ranks that receive nothing."""
+    rank, size = world.rank, world.size
+    result = own.clone()
+    if operation in ("all_gather", "gather"):
+        result = own.new_empty(own.numel() * size)
+    elif operation in ("scatter", "reduce_scatter"):
+        result = own.new_empty(own.numel() // size)
+    match operation:
+        case "all_reduce":
+            dist.all_reduce(result)
+        case "reduce":
+            dist.reduce(result, 0)
+        case "broadcast":
+            dist.broadcast(result, 0)
+        case "all_gather":
+            all_gather_single(result, own)
+        case "gather":
+            dist.gather(own, None if rank else list(result.chunk(size)), 0)
+        case "scatter":
+            dist.scatter(result, None if rank else list(own.chunk(size)), 0)
+        case "reduce_scatter":
+            reduce_scatter_single(result, own)
+        case "all_to_all":
+            dist.all_to_all_single(result, own)
+    return None if rank and operation in ("reduce", "gather") else result
 
 
 # Matrices of a block under tensor parallelism

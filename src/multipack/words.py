@@ -8,12 +8,13 @@ unknown key, a wrong type or an illegal value raises a ConfigError that names th
 
 A group (a dataclass that is a field of the schema) may define
 
-- `preset(name) -> dict | None` and `preset_names() -> list[str]`: the values of `group=NAME`, and legal names; without
-  them, or if `preset` returns None, the values are in the file `multipack/presets/<group>/<name>.yaml`,
+- `preset(name) -> dict | None` and `preset_names() -> list[str]`: the values of `group=NAME`, and legal names; a key
+  with a dot is a field of another group,
 - `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
 - `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
   ones unless it is 0, so a word for one of them sets the later ones to 0,
-- `RETIRED`: names of fields of earlier versions, which `base`, the values of a saved run, may have.
+- `RETIRED`: fields of earlier versions → their former defaults. `base`, the values of a saved run, may have them, and a
+  file with these values.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,24 +77,24 @@ def merge(
     groups = _groups(schema)
     pairs = _translated(map(split, words), translate)
     ignored = set(dict(pairs))  # a saved value need not be legal any more if a word replaces it
-    ignored |= {f"{group}.{name}" for group, kind in groups.items() for name in getattr(kind, "RETIRED", ())}
-    layers = [{key: value for key, value in flatten(base or {}).items() if key not in ignored}]
-    for _, path in (pair for pair in pairs if pair[0] == "config"):
-        given = read_yaml(path)
-        empty = {str(key): value for key, value in given.items() if value == {} and key not in groups}
-        values = dict(_translated((flatten(given) | empty).items(), translate))
-        for group in [key for key in values if key in groups]:
-            layers.append(flatten(_preset(group, groups[group], str(values.pop(group)))))
-        layers.append(values)
-    for group, name in (pair for pair in pairs if pair[0] in groups):
-        layers.append(flatten(_preset(group, groups[group], name)))
-    given = {key: value for key, value in pairs if key != "config" and key not in groups}
-    layers += [given, _excluded(groups, given)]
+    retired = _retired(groups)
+    ignored |= retired.keys()
+    saved = [pair for pair in flatten(base or {}).items() if pair[0] not in ignored]
+    files = [
+        _translated((pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate)
+        for key, path in pairs
+        if key == "config"
+    ]
+    given = [pair for pair in pairs if pair[0] != "config"]
+    layers = [layer for source in (saved, *files, given) for layer in _presets_and_values(source, groups)]
+    layers.append(_excluded(groups, dict(given)))
     defaults, known = _defaults(typing.cast(Any, schema))
     # Only what changes is copied and converted, which takes most of the time.
     changed = {key.partition(".")[0] for layer in layers for key in layer}
     tree = OmegaConf.masked_copy(defaults, [str(name) for name in defaults if name in changed])
     for layer in layers:
+        for key in layer.keys() & retired.keys():
+            raise ConfigError(f"{key}={layer[key]}: this setting is gone, leave it out")
         _apply(tree, known, layer)
     try:
         return schema(**typing.cast(dict[str, Any], OmegaConf.to_object(tree)))
@@ -108,8 +108,15 @@ def given_values(words: Iterable[str], translate: Translate) -> dict[str, Any]:
     """Return the values in words and, below them, in their `config=FILE`, by full name; presets by their group."""
     pairs = _translated(map(split, words), translate)
     files = [flatten(read_yaml(path)) for key, path in pairs if key == "config"]
-    values = [pair for file in files for pair in _translated(file.items(), translate)]
+    values = [pair for file in files for pair in _translated(file.items(), translate) if pair[1] != {}]
     return dict([*values, *pairs])
+
+
+def _presets_and_values(pairs: Sequence[tuple[str, Any]], groups: dict[str, type]) -> list[dict[str, Any]]:
+    """The values of presets among (key, value) pairs, then the other values, which take precedence."""
+    presets = [(key, value) for key, value in pairs if key in groups and value != {}]
+    values = {key: value for key, value in pairs if key not in groups}
+    return [*(_preset(group, groups[group], str(name)) for group, name in presets), values]
 
 
 def _translated(pairs: Iterable[tuple[str, Any]], translate: Translate) -> list[tuple[str, Any]]:
@@ -141,7 +148,7 @@ def split(word: str) -> Pair:
 
 def preset_names(schema: type) -> dict[str, list[str]]:
     """Group → names of its presets, which `group=NAME` accepts."""
-    return {group: _preset_names(group, kind) for group, kind in _groups(schema).items()}
+    return {group: _preset_names(kind) for group, kind in _groups(schema).items()}
 
 
 def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]]:
@@ -186,14 +193,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested groups by full name, `group.key`; in a group, {} is a value.
+    """Return the values of nested groups by full name, `group.key`; {} is a value.
 
     Raises:
         ConfigError: a name occurs twice, as in `plan.capacity: 5` and `plan: {capacity: 6}`.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        is_group = isinstance(value, dict) and (value or not prefix)
+        is_group = isinstance(value, dict) and value
         more = flatten(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
         for name in more.keys() & flat:
             raise ConfigError(f"{name}={more[name]} and {name}={flat[name]} are both given: leave one out")
@@ -240,6 +247,15 @@ def _groups(schema: type) -> dict[str, type]:
     return {entry.name: hints[entry.name] for entry in fields(schema) if is_dataclass(hints[entry.name])}
 
 
+def _retired(groups: dict[str, type]) -> dict[str, Any]:
+    """Full name of a field of earlier versions → its former default."""
+    return {
+        f"{group}.{name}": default
+        for group, kind in groups.items()
+        for name, default in getattr(kind, "RETIRED", {}).items()
+    }
+
+
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
     """Full name → 0 of the fields that a word for another field sets to 0; see `EXCLUSIVE` above."""
     zeros: dict[str, Any] = {}
@@ -253,22 +269,16 @@ def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
     return zeros
 
 
-def _preset_names(group: str, kind: Any) -> list[str]:
-    if hasattr(kind, "preset_names"):
-        return list(kind.preset_names())
-    folder = resources.files("multipack") / "presets" / group
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()) if folder.is_dir() else []
+def _preset_names(kind: Any) -> list[str]:
+    return list(kind.preset_names()) if hasattr(kind, "preset_names") else []
 
 
 def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
-    """The values that `group=NAME` sets, nested by groups; a file may also set fields of other groups."""
-    own = kind.preset(name) if hasattr(kind, "preset") else None
-    if own is not None:
-        return {group: own}
-    names = _preset_names(group, kind)
-    if name in names:
-        file = resources.files("multipack") / "presets" / group / f"{name}.yaml"
-        return _parse_yaml(file.read_text("utf-8"), name)
+    """The values that `group=NAME` sets, by full name."""
+    found = kind.preset(name) if hasattr(kind, "preset") else None
+    if found is not None:
+        return {key if "." in key else f"{group}.{key}": value for key, value in found.items()}
+    names = _preset_names(kind)
     if not names:
         raise ConfigError(f"{group}={name}: {group} has no presets; set its fields as {group}.key=value")
     near = difflib.get_close_matches(name, names, 1)
@@ -311,26 +321,20 @@ def _apply(tree: DictConfig, known: dict[str, Any], values: dict[str, Any]) -> N
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
-        if isinstance(found := OmegaConf.select(tree, key), ListConfig) and any(
-            map(OmegaConf.is_config, found)
-        ):
-            raise ConfigError(
-                f"{key}={str(value)[:40]}: must be one list of single values, without lists in it"
-            )
         # OmegaConf takes ??? as a missing value.
-        if value == "???" or not _is_ordinary(found):
-            raise ConfigError(f"{key}={str(value)[:40]}: must be a finite value (whole numbers: below 2^62)")
+        if value == "???" or not _is_plain(OmegaConf.select(tree, key)):
+            raise ConfigError(
+                f"{key}={str(value)[:40]}: must be a finite value (whole numbers: below 2^62), or a list of such values"
+            )
 
 
-def _is_ordinary(value: Any) -> bool:
-    """Whether all numbers in a setting are finite, and whole numbers smaller than `LARGEST`."""
+def _is_plain(value: Any) -> bool:
+    """Whether a value is no list in a list, and its numbers are finite, whole ones smaller than `LARGEST`."""
     if isinstance(value, ListConfig):
-        return all(map(_is_ordinary, value))
-    return (
-        abs(value) < LARGEST
-        if isinstance(value, int)
-        else not isinstance(value, float) or math.isfinite(value)
-    )
+        return not any(map(OmegaConf.is_config, value)) and all(map(_is_plain, value))
+    if isinstance(value, int):
+        return abs(value) < LARGEST
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _interpolates(value: Any) -> bool:
@@ -351,18 +355,15 @@ def _unquoted(part: str) -> str:
 def _unknown(key: str, known: list[str]) -> str:
     """The message for an unknown key, with the nearest known one."""
     group, _, leaf = key.rpartition(".")
-    leaves = {name: name.rpartition(".")[2] for name in known}
-    siblings = [name for name in known if name.rpartition(".")[0] == group]
-    near = [name for name in known if leaves[name] == leaf]
-    near = near or [
-        name
-        for name in siblings
-        if leaves[name] in difflib.get_close_matches(leaf, [leaves[each] for each in siblings], 1, 0.7)
-    ]
+    every = {name.rpartition(".")[2]: name for name in known}
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
     if not group:
-        near = near or difflib.get_close_matches(
-            key, list(dict.fromkeys(name.partition(".")[0] for name in known)), 1, 0.6
-        )
+        siblings |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
+    near = [
+        names[leaves[0]]
+        for names in (siblings, every)
+        if (leaves := difflib.get_close_matches(leaf, names, 1, 0.7))
+    ]
     hint = f"did you mean {near[0]}?" if near else "the command's option --settings lists them all"
     return f"there is no setting {key}; {hint}"
 

@@ -101,9 +101,7 @@ def test_a_store_resumes_exactly(folder, follow, stop):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert head + list(second) == whole
     assert shown(second, head) == shown(first, head)  # items in flight are read again
-    list(first)
-    assert first.report == second.report
-    assert second.report.documents > 0
+    assert first.fit.documents > 0
 
 
 @pytest.mark.parametrize(
@@ -195,11 +193,6 @@ def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_p
         ("number", -1),
         ("number", None),
         ("begin", {"shard": 1.0}),
-        ("report", 7),
-        ("report", ["error", 1, 2]),
-        ("report", ["error", 1, 2, 3, None]),
-        ("report", ["error", 1, 2, 3, 4, "5"]),
-        ("report", [["error"], 1, 2, 3, 4]),
     ):
         with pytest.raises(ValueError, match=str(folder)):
             follow(folder).load_state_dict({**state, name: value})
@@ -251,7 +244,7 @@ def test_records_become_documents(stream):
     assert first.spans.tolist() == [[4, len(first.tokens)]]
     assert [item["targets"] for item in items] == [len(record["completion"]) + 1 for record in expected]
     assert [items[number]["name"] for number in (4, 5)] == ["set:5", "set:7"]  # the sixth is empty
-    assert arriving.skipped == {"empty completions": 6}
+    assert arriving.noted.skipped == {"empty completions": 6}
     json.dumps(items)
 
 
@@ -268,10 +261,10 @@ def test_records_resume_exactly(stream, stop):
         assert second.opened[-1].taken <= 16
     second.load_state_dict(state)
     assert head + list(second) == whole
-    list(first)
-    assert (first.report, first.skipped) == (second.report, second.skipped)
     second.restart()
     assert list(second) == whole
+    list(first)
+    assert (first.fit, first.noted) == (second.fit, second.noted)
 
 
 def test_long_records_are_fitted_and_counted(stream):
@@ -279,7 +272,7 @@ def test_long_records_are_fitted_and_counted(stream):
     items = list(arriving)
     assert max(item["length"] for item in items) == 12
     assert sum(item["targets"] for item in items) == sum(item["targets"] for item in stream())
-    assert arriving.report.tokens > 0
+    assert arriving.fit.tokens > 0
     with pytest.raises(ValueError, match=r"\(set:\d+\) has \d+ tokens, more than the limit of 12"):
         list(stream(limit=12))
 
@@ -288,12 +281,12 @@ def test_chunks_without_documents_are_passed_over(stream):
     texts = ["long text"] * 20 + ["ab"] * 3 + ["long text"] * 13 + ["", "  "] * 8 + ["cd"]
     arriving = stream([{"text": text} for text in texts], overlong="drop", limit=4)
     assert [item["length"] for item in arriving] == [3] * 4
-    assert arriving.report.documents == 33
-    assert arriving.skipped == {"empty documents": 16}
+    assert arriving.fit.documents == 33
+    assert arriving.noted.skipped == {"empty documents": 16}
     arriving = stream([{"text": text} for text in ["ab"] * 20 + ["", "  "]])
     for count in (20, 0):
         assert len(list(arriving)) == count
-        assert arriving.skipped == {"empty documents": 2}
+        assert arriving.noted.skipped == {"empty documents": 2}
     for empty in ([], [{"text": ""}] * 40):
         with pytest.raises(ValueError, match="some/set has ended without a document"):
             stream(empty)
@@ -324,11 +317,13 @@ def test_conversations_arrive_and_pairs_do_not(stream):
     arriving = stream([chat] * 3, chat_template="chatml")
     assert all(0 < item["targets"] < item["length"] - 1 for item in arriving)
     assert "im_start" in arriving.validation.store.header.chat_template
-    rows = [{"instruction": "a", "input": "b" * (number % 2), "output": "c"} for number in range(30)]
-    arriving = stream(rows, fields=["instruction", "output"])
-    assert arriving.warnings[0].startswith("10 documents with `input`")  # of the first chunk
-    assert len(list(arriving)) == 30
-    assert arriving.warnings == ["15 documents with `input`, which data.fields leaves out (the first: set:2)"]
+    empty = {"messages": [*chat["messages"], {"role": "assistant", "content": ""}]}
+    arriving = stream([chat, empty] * 15, chat_template="chatml")
+    assert arriving.warnings[0].startswith("10 conversations with an empty answer")  # of the first chunk
+    list(arriving)
+    (warning,) = arriving.warnings
+    assert warning.startswith("15 conversations with an empty answer")
+    assert warning.endswith("(the first: set:2)")
     with pytest.raises(ValueError, match=r"tokenizer\.kind=auto is trained on a complete corpus"):
         stream(tokenizer="auto")
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}

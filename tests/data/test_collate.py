@@ -43,9 +43,9 @@ def test_fixed_shape_is_free_shape_and_one_document_of_padding():
     assert full.lengths == (5, 2)
 
 
-@pytest.mark.parametrize(("pad_to", "align", "slots"), [(None, 1, 1), (8, 1, 8), (None, 4, 4)])
-def test_an_empty_pack_is_a_weightless_document(pad_to, align, slots):
-    batch = PackedCollator(max_documents=2, max_seqlen=4, pad_to=pad_to, align=align)([])
+@pytest.mark.parametrize(("pad_to", "multiple", "slots"), [(None, 1, 1), (8, 1, 8), (None, 4, 4)])
+def test_an_empty_pack_is_a_weightless_document(pad_to, multiple, slots):
+    batch = PackedCollator(max_documents=2, max_seqlen=4, pad_to=pad_to, multiple=multiple)([])
     assert batch.lengths == (slots,)
     assert batch.cu_seqlens.tolist() == [0, slots]
     assert batch.targets.tolist() == [IGNORE] * slots
@@ -75,9 +75,8 @@ def test_padding_gives_rows_of_one_width():
     assert batch.denominator == packed.denominator == 2
 
 
-@pytest.mark.parametrize("align", [1, 4])
-def test_every_document_has_the_same_weight(align):
-    shape = {"max_documents": 3, "max_seqlen": 8, "pad_to": 24, "align": align}
+def test_every_document_has_the_same_weight():
+    shape = {"max_documents": 3, "max_seqlen": 8, "pad_to": 24}
     batch = PackedCollator(**shape, loss_weighting="document")([A, B, C])
     third = np.float32(1 / 3)
     assert batch.weights[batch.targets != IGNORE].tolist() == [third, third, third, 1]
@@ -100,23 +99,10 @@ def test_a_prompt_without_an_answer_weighs_nothing():
     assert empty.denominator == 0
 
 
-def test_aligned_documents_end_in_padding_of_their_own():
-    batch = PackedCollator(max_documents=3, max_seqlen=8, pad_id=2, align=4)([A, B, C])
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 2, 2, 2, 3, 4, 2, 2, 1, 2, 2, 2]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert batch.targets.tolist() == [IGNORE, 7, 8, 9, *[IGNORE] * 4, 4, *[IGNORE] * 7]
-    assert batch.cu_seqlens.tolist() == [0, 8, 12, 16]
-    assert batch.lengths == (8, 4, 4)
-    assert (batch.num_tokens, batch.num_slots, batch.longest, batch.max_seqlen) == (8, 16, 5, 128)
-    fixed = PackedCollator(max_documents=3, max_seqlen=8, pad_to=24, align=4)([A, B, C])
-    assert fixed.lengths == (8, 4, 4, 8)
-    assert fixed.num_tokens == 8
-
-
 def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
-    made = plan([3, 9, 5, 1], capacity=16, packs_per_step=2, align=4, loss_weighting="document")
+    made = plan([3, 9, 5, 1], capacity=16, packs_per_step=2, loss_weighting="document")
     collate = PackedCollator.of(made, pad_to=16, pad_id=7)
-    assert collate == PackedCollator(made.most_documents, 12, 16, 7, 4, "document")
+    assert collate == PackedCollator(made.most_documents, 9, 16, 7, "document")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +112,8 @@ def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
         ({"pad_to": 6}, [A, B], "7 tokens does not fit into pad_to=6"),
         ({"max_seqlen": 4}, [A], "a document of 5 tokens exceeds max_seqlen=4"),
         ({"loss_weighting": "sequence"}, [], "'sequence' is unknown; choose one of token, document"),
-        ({"pad_to": 10, "align": 4}, [], r"pad_to=10 is not a multiple of align=4.*use 8"),
-        ({"align": 0}, [], "align"),
-        ({"pad_to": 8, "align": 4}, [A, B], r"12 tokens \(.* multiple of 4\) does not fit"),
-        ({"max_seqlen": 6, "align": 4}, [A], r"a document of 8 tokens .* exceeds max_seqlen=6"),
+        ({"pad_to": 10, "multiple": 4}, [], r"pad_to=10 is not a multiple of 4.*use 8"),
+        ({"multiple": 0}, [], "multiple"),
     ],
 )
 def test_impossible_packs_are_refused(options, documents, complaint):

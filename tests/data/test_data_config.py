@@ -36,7 +36,7 @@ REFUSALS = [
     ({"source": "mixture", "paths": ["x", "y"], "dedup": True}, r"data\.dedup=True.*multipack prepare"),
     ({**STREAM, "dedup": True}, r"data\.dedup=True.*data\.stream"),
     ({**STREAM, "readers": 2}, r"data\.readers=2.*data\.stream"),
-    ({"weigh_by": "documents"}, r"data\.weigh_by=documents.*data\.source=mixture"),
+    ({"weights": [1.0]}, r"data\.weights=.*data\.source=mixture"),
     ({"source": "mixture", "paths": ["x"]}, r"data\.paths=\['x'\].*two token stores"),
     ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, r"data\.paths.*each once"),
     ({"source": "mixture", "paths": ["x", "x/shard-00000"]}, r"data\.paths.*none inside another"),
@@ -63,7 +63,7 @@ def test_possible_settings_are_accepted():
         {"source": "huggingface", "path": "x", "part": "test", "stream": True},
         {"source": "store", "path": "x", "stream": True},
         {"source": "store", "path": "x", "block_size": 64, "readers": 2},
-        {"source": "mixture", "paths": ["x", "y"], "weights": [1.0, 3.0], "weigh_by": "documents"},
+        {"source": "mixture", "paths": ["x", "y"], "weights": [1.0, 3.0]},
     ):
         DataConfig(**fields).check()
 

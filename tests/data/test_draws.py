@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,10 @@ def draws(monkeypatch):
     return module
 
 
-def test_the_benchmark_runs_and_the_page_shows_its_figures(draws, tmp_path, monkeypatch):
+def test_the_benchmark_runs_and_the_page_shows_its_figures(draws):
     result = json.loads((ROOT / "benchmarks" / "results" / "draws.json").read_text())
     assert draws.table(result["rows"], result["epochs"]) in PAGE
-    out = tmp_path / "draws.json"
-    words = ["--documents", "300", "--ranks", "1", "2", "--epochs", "2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["draws.py", *words])
-    draws.main()
-    rows = json.loads(out.read_text())["rows"]
+    rows = draws.measure(300, (1, 2), 2)
     assert [(row["ranks"], row["way"]) for row in rows] == [
         (ranks, way) for ranks in (1, 2) for way in ("plan", "with replacement", "own shuffles")
     ]

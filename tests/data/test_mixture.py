@@ -1,5 +1,6 @@
 """Mixtures: exact shares of documents and of tokens, nothing lost, nothing counted wrongly, validation untouched."""
 
+import re
 from collections import Counter
 from fractions import Fraction
 
@@ -38,10 +39,10 @@ def counts_of(view, sources):
 
 
 def test_documents_in_exact_shares(joint_of):
-    sources = joint_of([3] * 10, [5] * 4)
-    view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "all")
+    sources = joint_of([3] * 10, [3] * 4)
+    view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1])
     assert (a.documents, b.documents) == (12, 4)  # three to one, all of a and of b
-    assert (a.actual, a.requested, a.left_out) == (0.75, 0.75, 0)
+    assert (a.actual, a.requested) == (0.75, 0.75)
     counts = counts_of(view, sources)
     assert sorted(counts[0]) == [1] * 8 + [2] * 2
     assert counts[1] == [1] * 4
@@ -50,14 +51,12 @@ def test_documents_in_exact_shares(joint_of):
     )
     owners = [0 if number < 10 else 1 for number in view.pieces["document"]]
     assert [sum(owners[:at]) for at in (4, 8, 12, 16)] == [1, 2, 3, 4]  # evenly interleaved
-    _, (a, b) = mix(sources, ["a", "b"], [0.3, 0.05], "documents", "first")
-    assert b.describe().endswith("; 2 documents left out")
 
 
 def test_impossible_mixtures_are_refused(joint_of):
     sources = joint_of([1] * 1000, [1])
-    with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times.*mixture_ends=first"):
-        mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4], "tokens", "all")
+    with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times"):
+        mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4])
 
 
 @settings(deadline=None, max_examples=15)
@@ -68,34 +67,26 @@ def test_any_mixture_is_exact(joint_of, data):
     weights = data.draw(
         st.lists(st.sampled_from([0.1, 0.25, 0.3, 1, 2.5, 7]), min_size=len(sources), max_size=len(sources))
     )
-    unit, ends = (
-        data.draw(st.sampled_from(["documents", "tokens"])),
-        data.draw(st.sampled_from(["all", "first"])),
-    )
     seed, names = data.draw(st.integers(0, 3)), [str(number) for number in range(len(sources))]
-    view, shares = mix(sources, names, weights, unit, ends, seed)
+    view, shares = mix(sources, names, weights, seed)
     exact = [Fraction(str(weight)) for weight in weights]
     asked = [weight / sum(exact) for weight in exact]
     counts = counts_of(view, sources)
-    for share, source, seen in zip(shares, sources, counts, strict=True):
+    total = max(source.num_tokens / p for source, p in zip(sources, asked, strict=True))
+    for share, source, seen, p in zip(shares, sources, counts, asked, strict=True):
         assert max(seen) - min(seen) <= 1  # as even as can be
+        assert min(seen) >= 1
         assert share.documents == sum(seen)
         assert share.tokens == sum(
             n * length for n, length in zip(seen, source.lengths.tolist(), strict=True)
         )
-        assert share.left_out == seen.count(0)
-        assert (min(seen) >= 1) if ends == "all" else (max(seen) <= 1)
-    sizes = [len(source) if unit == "documents" else source.num_tokens for source in sources]
-    total = (max if ends == "all" else min)(size / p for size, p in zip(sizes, asked, strict=True))
-    for share, source, p in zip(shares, sources, asked, strict=True):
-        got, largest = (share.documents, 1) if unit == "documents" else (share.tokens, source.lengths.max())
-        assert 0 <= got - total * p < largest
+        assert 0 <= share.tokens - total * p < source.lengths.max()
     assert float(sum(share.actual for share in shares)) == pytest.approx(1)
     # The source that decides how long the epoch is, is seen whole, once.
-    decisive = [size / p for size, p in zip(sizes, asked, strict=True)]
-    place = decisive.index(max(decisive) if ends == "all" else min(decisive))
+    decisive = [source.num_tokens / p for source, p in zip(sources, asked, strict=True)]
+    place = decisive.index(max(decisive))
     assert counts[place] == [1] * len(sources[place])
-    again, _ = mix(sources, names, weights, unit, ends, seed)
+    again, _ = mix(sources, names, weights, seed)
     assert again.fingerprint == view.fingerprint
 
 
@@ -111,11 +102,11 @@ def stores(tmp_path):
 
 def test_a_mixture_is_loaded_split_and_fitted_by_source(stores, config):
     common = {"validation": 0.2, "overlong": "split"}
-    data = config(source="mixture", paths=stores, weights=[0.5, 0.5], weigh_by="documents", **common)
+    data = config(source="mixture", paths=stores, weights=[0.5, 0.5], **common)
     corpus = load_corpus(data, TokenizerConfig(), limit=16)
     small, large = corpus.mixture
     assert (small.name, large.name) == ("small", "large")
-    assert small.documents == large.documents
+    assert abs(small.tokens - large.tokens) < 16  # each ends with a whole document
     assert corpus.train_fit.documents > 0
     sources = [config(source="store", path=path, **common) for path in stores]
     own = [load_corpus(source, TokenizerConfig(), limit=16) for source in sources]
@@ -127,4 +118,4 @@ def test_a_mixture_is_loaded_split_and_fitted_by_source(stores, config):
     trained = {corpus.train.name(number).split(" [")[0] for number in range(len(corpus.train))}
     assert not held & trained
     assert len(held | trained) == 50
-    assert corpus.description == "mixture by documents: small 50.0%, large 50.0%"
+    assert re.fullmatch(r"mixture by tokens: small [45]\d\.\d%, large [45]\d\.\d%", corpus.description)

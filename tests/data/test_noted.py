@@ -67,21 +67,6 @@ def test_ends_that_are_no_targets(prepared):
     assert found.startswith("3 of 3 conversations with an answer whose end is no target")
 
 
-@pytest.mark.parametrize(
-    ("fields", "record", "count"),
-    [
-        (["instruction", "output"], {"instruction": "a", "input": "b", "output": "c"}, 1),
-        (["prompt", "chosen"], {"prompt": "a", "chosen": "b", "rejected": "c"}, 1),
-        (["instruction", "output"], {"instruction": "a", "input": "", "output": "c"}, 0),
-        (["chosen", "rejected"], {"prompt": "a", "chosen": "b", "rejected": "c"}, 0),
-    ],
-)
-def test_fields_that_complete_a_known_form_are_named(prepared, fields, record, count):
-    found = warnings(prepared([record], fields=fields))
-    assert len(found) == count
-    assert all("which data.fields leaves out" in text for text in found)
-
-
 def test_answers_that_are_cut_off_are_counted(prepared):
     records = [{"prompt": "p" * 6, "completion": "c" * n} for n in (2, 9, 30)]
     records.append({"prompt": "p" * 30, "completion": "c"})

@@ -16,7 +16,7 @@ from multipack.planning.options import PlanOptions
 @pytest.fixture
 def plan():
     """Limits of a plan: three pairs in a pack, forty tokens."""
-    return SimpleNamespace(most_documents=3, longest=40, align=1, min_prefix=None, loss_weighting="document")
+    return SimpleNamespace(most_documents=3, longest=40, min_prefix=None, loss_weighting="document")
 
 
 @pytest.fixture
@@ -73,7 +73,5 @@ def test_a_pack_without_pairs_is_weightless(plan):
 
 def test_impossible_batches_are_refused(plan, documents):
     pair = PreferencePairs(documents)[0]
-    with pytest.raises(ValueError, match=r"plan\.align=8 is not possible with preference pairs"):
-        PreferenceCollator.of(SimpleNamespace(**{**vars(plan), "align": 8}))
     with pytest.raises(ValueError, match="8 documents in one pack, but the plan has at most 6"):
         PreferenceCollator.of(plan)([pair] * 4)

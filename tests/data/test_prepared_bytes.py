@@ -37,9 +37,8 @@ def turns(number):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Batches, pieces of shards and blocks of digests that hold a few documents."""
+    """Batches and pieces of shards that hold a few documents."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 9)
-    monkeypatch.setattr(module, "_DIGEST_BLOCK", 8)
     monkeypatch.setattr(writer_module, "PIECE_DOCUMENTS", 16)
 
 
@@ -71,7 +70,6 @@ def peak(config, text_file, tmp_path, lines, **fields):
 @pytest.mark.parametrize("fields", [{}, {"dedup": True}], ids=["plain", "dedup"])
 def test_memory_grows_by_less_than_20_bytes_a_document(config, text_file, tmp_path, monkeypatch, fields):
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 128)
-    monkeypatch.setattr(module, "_DIGEST_BLOCK", 64)
     peak(config, text_file, tmp_path, 100, **fields)  # what the first call keeps
     few, many = (peak(config, text_file, tmp_path, lines, **fields) for lines in (200, 1200))
     assert (many - few) / 1000 <= 20

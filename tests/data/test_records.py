@@ -229,30 +229,6 @@ def test_text_becomes_turns_with_as_chat(read):
         list(read({"text": "a"}, as_chat=True))
 
 
-def test_alpaca_prompts_of_other_styles(read):
-    record = {"instruction": "Add {1}.", "input": "<|end|> 1", "output": "3"}
-    (document,) = read(record, format="alpaca", alpaca_prompt="phi")
-    task = (
-        "Below is an instruction that describes a task, paired with an input that provides further context."
-    )
-    expected = "<|user|>\nAdd {1}.<|end|><|end|> 1<|assistant|>3"
-    assert text(document.parts).startswith(f"<|system|>\n{task} Write")
-    assert text(document.parts).endswith(expected)
-    special = [part.text for part in document.parts if part.is_special]
-    assert special == [
-        "<|system|>",
-        "<|end|>",
-        "<|user|>",
-        "<|end|>",
-        "<|assistant|>",
-    ]  # none of the record's
-    assert text(document.parts, targets=True) == "3"
-    (document,) = read({**record, "input": ""}, format="alpaca", alpaca_prompt="chat")
-    assert text(document.parts).endswith("request.\nUSER: Add {1}.\nASSISTANT:3")
-    with pytest.raises(ValueError, match=r"data.alpaca_prompt=chat is for instructions"):
-        list(read({"text": "a"}, alpaca_prompt="chat"))
-
-
 def test_system_messages_are_left_out(read):
     records = [{"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}]
     first, second = read(*records, drop_system=True)
@@ -422,16 +398,3 @@ def test_conversations_written_together_are_those_written_one_by_one(
     monkeypatch.setattr(room, "MOST_RECORDS", 1)
     assert all_of(broken="skip") == together
     assert refusal() == error
-
-
-def test_records_before_a_fault_of_their_file_come_first(read):
-    reader = read({"messages": [USER, ANSWER]}).reader
-
-    def entries():
-        yield {"messages": [USER, ANSWER]}, "a:1", "a, line 1"
-        raise OSError("the file ends here")
-
-    found = reader.documents(entries(), "lines")
-    assert next(found).name == "a:1"
-    with pytest.raises(OSError, match="ends here"):
-        next(found)

@@ -98,7 +98,7 @@ def test_ranks_that_change_at_any_step_train_every_document_once(data):
     options = {
         "capacity": capacity,
         "packs_per_step": packs,
-        "sync": data.draw(st.sampled_from(["micro", "step", "pipeline"])),
+        "sync": data.draw(st.sampled_from(["micro", "step"])),
         "tail": data.draw(st.sampled_from(["keep", "drop", "carry"])) if enough else "keep",
         "window": data.draw(st.integers(1, 3)),
         "max_documents": data.draw(st.one_of(st.none(), st.integers(1, 3))),
@@ -209,16 +209,14 @@ def test_torch_data_loader():
     assert list(loader) == list(made)[2 * made.micro_batches :]
 
 
-@pytest.mark.parametrize(
-    ("world", "loss_weighting", "align"), [(1, "document", 8), (3, "token", 8), (3, "document", 1)]
-)
-def test_denominators_of_all_ranks_add_up_to_the_plans(world, loss_weighting, align):
+@pytest.mark.parametrize(("world", "loss_weighting"), [(1, "document"), (3, "token"), (3, "document")])
+def test_denominators_of_all_ranks_add_up_to_the_plans(world, loss_weighting):
     """Collated packs of all ranks and micro-batches: their denominators are what the plan said without looking."""
     documents = [
         Document(np.arange(length, dtype=np.uint16), np.array([[length // 3, length]])) for length in LENGTHS
     ]
     targets = [int((each.shifted_targets() != -100).sum()) for each in documents]
-    options = {"targets": targets, "align": align, "loss_weighting": loss_weighting}
+    options = {"targets": targets, "loss_weighting": loss_weighting}
     ranks = [iter(sampler(rank, world, **options)) for rank in range(world)]
     made = sampler(0, world, **options)
     collate = PackedCollator.of(made)

@@ -220,7 +220,6 @@ def mistakes(world):
         lambda: model(pack()),
         lambda: share(tiny.alike(3, 50, SLOTS, shares=True)),
         lambda: divide_context(torch.nn.Linear(2, 2), mesh),
-        lambda: pair(world, SHAPES["window"], "planned"),
     )
 
 
@@ -230,7 +229,6 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
         "divide_context",
         "parallel.context_method=planned .*share_prefixes=off",
         "Linear .*`attend`",
-        "parallel.context_method=ulysses",
     )
     tiny.check_refusals(pools(2).run(mistakes), patterns)
 

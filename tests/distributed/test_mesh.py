@@ -1,6 +1,5 @@
 """The mesh: ranks of one model replica get the same packs, replicas different ones; groups and hosts."""
 
-import socket
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,8 +12,6 @@ from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import AXES, ParallelConfig
 from multipack.parallel.world import World
-from multipack.training.assemble import packs_per_step
-from multipack.training.run_config import compose
 
 LENGTHS = np.random.default_rng(3).integers(5, 60, 200)
 
@@ -71,23 +68,6 @@ def coordinates(world, words):
 def test_torchs_mesh_is_the_same_grid(pools, words):
     for ours, torchs in pools(4).run(coordinates, words):
         assert ours == torchs
-
-
-def told_of_hosts(world, of_host):
-    """What a run tells about its ranks, so many of which share a host."""
-    config = compose(["parallel.tensor=2"])
-    before = socket.gethostname
-    socket.gethostname = lambda: f"host{world.rank // of_host}"
-    try:
-        return packs_per_step(config, build_mesh(config.parallel, world))[1]
-    finally:
-        socket.gethostname = before
-
-
-def test_tensors_divided_over_hosts_are_warned_about(pools):
-    assert pools(4).run(told_of_hosts, 2) == [[]] * 4
-    for notes in pools(4).run(told_of_hosts, 1):
-        assert notes[0].startswith("parallel.tensor=2 spans several hosts")
 
 
 def _without_a_neighbor(world):

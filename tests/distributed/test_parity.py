@@ -167,7 +167,7 @@ MATRIX = {
     " zero1 planned=2, zero3 ulysses=2,"
     " zero1 pipeline=2, zero2 pipeline=2 gpipe, zero3 pipeline=2 interleaved,"
     " tensor=2 pipeline=2, tensor=2 pipeline=2 interleaved,"
-    " planned=2 tensor=2, ulysses=2 tensor=2, ulysses=2 pipeline=2, zero3 planned=2 context_slack=0.25 tensor=2",
+    " planned=2 tensor=2, ulysses=2 tensor=2, ulysses=2 pipeline=2, zero3 planned=2 tensor=2",
     8: "tensor=2 pipeline=2, zero1 tensor=2 pipeline=2, zero3 tensor=2 pipeline=2 interleaved,"
     " zero2 offload=cpu tensor=2 pipeline=2, tensor=2 pipeline=4, zero1 pipeline=4,"
     " zero1 ulysses=2 tensor=2, zero2 ulysses=2 tensor=2, planned=4 tensor=2, planned=8,"

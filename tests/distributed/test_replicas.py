@@ -7,6 +7,9 @@ import sharding as tiny
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from multipack.parallel.build import replicate
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -90,3 +93,32 @@ def test_a_rank_that_holds_other_values_is_named_on_loading_too(pools, words):
         pieces = ("model.norm.weight", "optimizer.norm.weight.exp_avg", "model.norm.weight")
         for message, piece in zip(told, pieces, strict=True):
             assert message.startswith(f"ranks [1] hold another {piece} than rank 0 (1 tensors in all)")
+
+
+def where_gradients_are(world):
+    """Addresses of an engine's gradients before and after each of three micro-batches, in two steps."""
+    model = tiny.fresh("llama")
+    mesh = build_mesh(ParallelConfig(), world)
+    call = replicate(model, mesh.axis("dp_replicate"))
+    engine = ModelEngine([model], tiny.adamw(model.parameters()), mesh, call=call)
+    found = []
+
+    def look(_=None):
+        found.append([each.grad.data_ptr() for each in model.parameters()])
+
+    for step in range(4):
+        if step == 2:  # in the second step DDP rebuilds its buckets, in the order in which gradients came
+            found.clear()
+        if step:
+            look()
+            assert not any(each.grad.any() for each in model.parameters())
+        packs, targets = tiny.packs_of_step(step, world.size, 3)
+        engine.forward_backward(packs[world.rank], targets, look)
+        look()
+        engine.step(1e-3)
+    return found
+
+
+def test_gradients_of_replicas_stay_in_their_buckets(pools):
+    for found in pools(2).run(where_gradients_are):
+        assert all(each == found[0] for each in found)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.logits import LossOptions
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.tensor import divide_tensors
@@ -125,7 +125,7 @@ def with_terms(world, training, tiles, kind):
 
     def build():
         model = _whole("llama").train(training)
-        model.training_loss = partial(linear_cross_entropy, z_loss=1e-2, label_smoothing=0.1)
+        model.loss_options = LossOptions(z_loss=1e-2, label_smoothing=0.1)
         return model
 
     batch = _batch(1, weighting="document")
@@ -239,7 +239,7 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
         "norm 'diagonal'.* column, heads, row",
         "norm 'row'.* Linear, got LayerNorm",
         r"embedding\.weight .*57.*parallel\.tensor=2",
-        "_own_loss.* group=",
+        "_own_loss.* parallel.tensor=1",
         r"targets \(8,\)",
     )
     tiny.check_refusals(pools(2).run(refused), patterns)

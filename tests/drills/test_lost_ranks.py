@@ -240,7 +240,7 @@ def test_an_error_on_one_rank_is_printed_and_repeated(
 
 
 def test_restarted_ranks_continue(tmp_path, settings, resumed, outcome):
-    run = Run(tmp_path, 2, settings, launch=["--max-restarts", "2"])
+    run = Run(tmp_path, 2, settings, launch=["--flags", "--max-restarts 2"])
     run.disturb(signal.SIGKILL, 1)
     run.end()  # with two starts
     outcome("restarts", 1)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from multipack.parallel import collectives
 from multipack.parallel.build import build_engine, replicate
 from multipack.parallel.engine import ModelEngine
-from multipack.parallel.joining import joined
+from multipack.parallel.joining import connected
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.ranks import Ranks
 from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
 from multipack.run import RunDirectory
@@ -36,8 +35,7 @@ SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("zero1", "zero2"
 
 @pytest.fixture(scope="module", params=DEVICES)
 def world(request):
-    device = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
-    with joined(Ranks(0, 1), ("127.0.0.1", 0), device, 60.0) as world:
+    with connected(request.param, 60.0, group_of_one=True) as world:
         yield world
 
 
@@ -138,13 +136,11 @@ ENDS = """
 import sys
 import torch
 from multipack.cli.command_options import fail
-from multipack.parallel.ranks import Ranks
-from multipack.parallel.joining import joined
+from multipack.parallel.joining import connected
 
-device = torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device("cpu")
 try:
-    with joined(Ranks(0, 1), ("127.0.0.1", 0), device, 60.0) as world:
-        work = torch.distributed.all_reduce(torch.ones(1 << 20, device=device), async_op=True)
+    with connected(sys.argv[1], 60.0, group_of_one=True) as world:
+        work = torch.distributed.all_reduce(torch.ones(1 << 20, device=world.device), async_op=True)
         raise torch.OutOfMemoryError("out of memory")
 except Exception as error:
     fail(error, 1, one_line=False)

@@ -5,7 +5,6 @@ import json
 import re
 from functools import cache
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -259,19 +258,3 @@ def test_json_and_models_of_hugging_face(run, tmp_path):
     assert report["rows"][0]["traffic"][0]["kind"] == "all_reduce"
     assert report["command"].startswith("multipack launch -n 2 --ppn 2 -- train data=… model=")
     assert compose(report["command"].split("data=… ")[1].split()).model.layers == 8
-
-
-def test_context_ranks_are_compared_on_packs_of_given_lengths(tmp_path):
-    lengths = np.random.default_rng(0).integers(200, 2000, 600)
-    lengths[::40] = 30_000
-    np.save(tmp_path / "lengths.npy", lengths)
-    words = ["model=llama-8b", "devices=16", "plan.capacity=32768", f"lengths={tmp_path / 'lengths.npy'}"]
-    advice = advise(merge(AdviseRequest, words))
-    ranks, methods = advice.context
-    found = {each.method: each for each in methods}
-    assert list(found) == ["ring", "ulysses", "planned", "auto"]
-    assert found["ring"].attention_mean > found["planned"].attention_mean
-    assert found["auto"].time <= 1.003 * min(each.time for each in methods)
-    row = next(row for row in advice.rows if row.config.context == ranks)
-    assert row.placed == found["auto"]
-    assert advice.to_dict()["context"]["methods"][0]["method"] == "ring"

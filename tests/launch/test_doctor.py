@@ -3,9 +3,10 @@ import socket
 
 import pytest
 
-from multipack.launch import doctor
-from multipack.launch.bandwidth import OPERATIONS
+from multipack.launch import collectives_check, doctor
+from multipack.launch.collectives_check import wrong_results
 from multipack.launch.doctor import examine, run_collectives
+from multipack.parallel.joining import connected
 
 
 def _by_name(found):
@@ -94,7 +95,7 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("program", "seconds", "error"),
     [
-        ("print('[{}]')", 20.0, ""),
+        ("print('{}')", 20.0, ""),
         ("import time; time.sleep(60)", 0.2, "killed after 0.2 s"),
         ("raise ValueError('a broken machine')", 20.0, "ValueError: a broken machine"),
         ("raise SystemExit(7)", 20.0, "exit code 7"),
@@ -103,14 +104,11 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
 )
 def test_processes_that_hang_or_fail_are_an_error(monkeypatch, program, seconds, error):
     monkeypatch.setattr(doctor, "COLLECTIVES", ("-c", program))
-    assert run_collectives(os.environ, "cpu", seconds) == ([] if error else [{}], error)
+    assert run_collectives(os.environ, "cpu", seconds) == ({}, error)
 
 
 def test_wrong_results_and_errors_are_failures(monkeypatch):
-    rows = [
-        {"operation": name, "wrong_ranks": wrong, "seconds": 0.1} for name, wrong in (("a", []), ("b", [1]))
-    ]
-    monkeypatch.setattr(doctor, "run_collectives", lambda *_: (rows, "no more"))
+    monkeypatch.setattr(doctor, "run_collectives", lambda *_: ({"a": [], "b": [1]}, "no more"))
     found = list(doctor._processes({}))[:3]
     assert [one.status for one in found] == ["ok", "fail", "fail"]
     assert "rank 1" in found[1].detail
@@ -120,7 +118,17 @@ def test_wrong_results_and_errors_are_failures(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_work_together_here():
     crowded = {**os.environ, "RANK": "7", "WORLD_SIZE": "9", "PMI_RANK": "1", "PMI_SIZE": "2"}
-    rows, error = run_collectives(crowded, "cpu", 120.0)
-    assert not error
-    assert [row["operation"] for row in rows] == list(OPERATIONS)
-    assert not any(row["wrong_ranks"] for row in rows)
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    assert run_collectives(crowded, "cpu", 120.0) == ({name: [] for name in names}, "")
+
+
+def test_a_wrong_result_is_named(monkeypatch):
+    correct = collectives_check.all_reduce
+
+    def all_reduce(own):
+        return correct(own) + 1
+
+    monkeypatch.setattr(collectives_check, "all_reduce", all_reduce)
+    with connected("cpu", 20.0, group_of_one=True) as world:
+        found = wrong_results(world)
+    assert found == {"all_reduce": [0], "all_gather": [], "reduce_scatter": [], "all_to_all": []}

@@ -33,10 +33,8 @@ def test_one_host_uses_torchrun():
     assert command(Allocation(), processes=4) == f"{torchrun} -m multipack train model=gpt2"
     assert "--rdzv-endpoint 127.0.0.1:29500 " in command(Allocation(), processes=4, port=29500)
     assert "--rdzv-endpoint" not in command(slurm(), processes=4, nodes=1, launcher="torchrun", node_rank=0)
-    more = command(Allocation(), processes=4, max_restarts=3, cores=8, flags=("--log-dir", "logs"))
-    assert more == (
-        f"env OMP_NUM_THREADS=8 {torchrun} --max-restarts 3 --log-dir logs -m multipack train model=gpt2"
-    )
+    more = command(Allocation(), processes=4, cores=8, flags=("--max-restarts", "3"))
+    assert more == f"env OMP_NUM_THREADS=8 {torchrun} --max-restarts 3 -m multipack train model=gpt2"
 
 
 def test_slurm_uses_srun():
@@ -65,17 +63,6 @@ def test_pbs_uses_mpiexec(flavor, start, binding):
     assert command(pbs(flavor), processes=8) == expected
     assert command(pbs(flavor), nodes=2, processes_per_node=4) == expected
     assert f" {binding} env MASTER_ADDR" in command(pbs(flavor), processes=8, cores=16)
-
-
-def test_restarts_start_one_torchrun_per_host():
-    again = "python -m multipack launch --launcher torchrun --nodes 2 --ppn 4 --address {} --port {}"
-    start = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=node001,node002 --kill-on-bad-exit=1"
-    node = again.format("node001", port_of("77"))
-    expected = f"{start} --cpus-per-task=8 {node} --cores 2 --max-restarts 3 -- train model=gpt2"
-    assert command(slurm(cores=2), max_restarts=3) == expected
-    start = "mpiexec -n 2 --ppn 1 --hosts x1.cm,x2.cm --envall --cpu-bind none"
-    expected = f"{start} {again.format('x1.cm', port_of('12.pbs'))} -- train model=gpt2"
-    assert command(pbs("pals"), processes=8, launcher="torchrun") == expected
 
 
 def test_torchrun_of_one_of_several_hosts():
@@ -108,11 +95,6 @@ def test_launchers_that_cannot_start_the_request_are_refused():
         (Allocation(hosts={"a": 2, "b": 2}, processes=4), {}, r"a, b: put mpiexec or mpirun.*--node-rank"),
         (Allocation(hosts={"a.site": 2}, processes=2, here="b"), {"launcher": "torchrun"}, r"a\.site"),
         (here, {"processes": 2, "launcher": "srun"}, r"--launcher srun .*torchrun, mpiexec"),
-        (
-            here,
-            {"processes": 2, "launcher": "mpiexec", "max_restarts": 1},
-            "--max-restarts.*--launcher mpiexec",
-        ),
     ):
         with pytest.raises(ValueError, match=named):
             command(allocation, **asked)

@@ -37,9 +37,9 @@ cd "$PBS_O_WORKDIR"
 
 @pytest.mark.parametrize(("scheduler", "header"), [("slurm", SLURM), ("pbs", PBS)])
 def test_scripts(scheduler, header):
-    sizes = {"nodes": 2, "processes_per_node": 4, "gpus": 4, "cores": 8, "max_restarts": 2}
+    sizes = {"nodes": 2, "processes_per_node": 4, "gpus": 4, "cores": 8}
     names = {"time": "00:10:00", "queue": "debug", "account": "mine", "directives": ["-x"], "python": "/p"}
-    launch = "/p -m multipack launch -n 8 --nodes 2 --ppn 4 --cores 8 --max-restarts 2"
+    launch = "/p -m multipack launch -n 8 --nodes 2 --ppn 4 --cores 8"
     script = batch_script(SubmitRequest(scheduler, WORDS, **sizes, **names))
     assert script == f"{header}exec {launch} -- train model=gpt2 'out=runs/my run'\n"
 

@@ -83,9 +83,8 @@ def test_two_hosts_train_as_one_process_does(hosts, words, tmp_path, alone):
     assert _losses(tmp_path / "run") == pytest.approx(alone(words), abs=1e-5)
 
 
-@pytest.mark.parametrize("restarts", [(), ("--max-restarts", "1")], ids=["direct", "torchrun"])
-def test_mpiexec_reaches_both_hosts(hosts, words, tmp_path, alone, restarts):
-    """MPICH's mpiexec, with namespaces instead of ssh, starts the processes, or one torchrun per host."""
+def test_mpiexec_reaches_both_hosts(hosts, words, tmp_path, alone):
+    """MPICH's mpiexec, with namespaces instead of ssh, starts the processes."""
     mpiexec = shutil.which("mpiexec") or "false"
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
     if "HYDRA" not in version.stdout:
@@ -100,7 +99,7 @@ def test_mpiexec_reaches_both_hosts(hosts, words, tmp_path, alone, restarts):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{address} slots=2\n" for address in ADDRESSES))
     flags = f"-launcher ssh -launcher-exec {remote} -iface {INTERFACE}"
-    run = [*restarts, "--", *_train([*words, "train.resume=auto"] if restarts else words, tmp_path / "run")]
+    run = ["--", *_train(words, tmp_path / "run")]
     process = _launch(hosts[0], "--hostfile", str(hostfile), "-n", "4", "--flags", flags, *run)
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 0, printed

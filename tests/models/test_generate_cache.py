@@ -59,17 +59,8 @@ def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa", "olmo3", "gemma2", "phi3-long"], indirect=True)
-def test_greedy_with_the_cache_equals_the_whole_forward_pass(model):
-    for context, length, count in ((16, 3, 16), (16, 16, 4), (16, 40, 4), (LONG, INITIAL_CAPACITY - 8, 12)):
-        grown = longer(model, context)
-        cached = continued(grown, prompt_of(length), count, temperature=0)
-        assert cached == continued(grown, prompt_of(length), count, temperature=0, use_cache=False)
-    assert len(set(cached)) > 1  # no single token repeated, which anything would get right
-
-
 @pytest.mark.parametrize("together", [2, 64])
-@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa", "olmo3", "gemma2"], indirect=True)
+@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa", "olmo3", "gemma2", "phi3-long"], indirect=True)
 def test_prompts_together_are_each_as_alone(model, together):
     model = longer(model, 64)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 31, 1, 60, 80, 2))]
@@ -78,6 +69,9 @@ def test_prompts_together_are_each_as_alone(model, together):
     assert [completion.tokens for completion in found] == alone
     assert {completion.reason for completion in found} == {"length"}
     assert found == generate(model, prompts, GREEDY, use_cache=False)
+    assert (
+        len({token for tokens in alone for token in tokens}) > 3
+    )  # not one repeated, which anything would get right
 
 
 def test_texts_end_independently(model):
@@ -128,20 +122,17 @@ def test_prompts_are_read_in_packs_and_each_token_costs_one_token(model, monkeyp
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_half_precision_keeps_half_of_the_bytes(model, single, how):
+def test_half_precision_keeps_half_of_the_bytes(model, how):
     model = longer(model, 128).eval()
     if how == "weights":
         model = model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         cache = KeyValueCache(model.shape, 1, model.norm.weight)
-        cached = continued(model, prompt_of(9), 12, temperature=0)
-        whole = continued(model, prompt_of(9), 12, temperature=0, use_cache=False)
-        logits = model.logits(single([*prompt_of(9), *cached])).float()
+        cached, whole = (
+            continued(model, prompt_of(9), 1, temperature=0, use_cache=use) for use in (True, False)
+        )
     assert {stored.dtype for stored in cache.stored} == {torch.bfloat16}
-    # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
-    chosen = logits[8:-1].gather(1, torch.tensor(cached)[:, None])[:, 0]
-    assert (logits[8:-1].amax(-1) - chosen).max() < 0.05 * logits.abs().max()
-    assert cached[:1] == whole[:1]
+    assert cached == whole
 
 
 def test_compiled_blocks_are_not_compiled_for_generation(model):

@@ -11,7 +11,7 @@ from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.huggingface import to_huggingface
 from multipack.models.peft_format import to_peft
-from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter, merged
+from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.shapes.config_json import config_of
@@ -135,19 +135,6 @@ def test_adapters_begin_as_the_model(name):
     # A magnitude divided by the norm that it was made of is 1 but for rounding, in 7 products a layer and the head.
     rounding = (7 * SHAPE.layers + 1) * torch.finfo(torch.float32).eps * expected.abs().max().item()
     torch.testing.assert_close(model.logits(batch), expected, rtol=0, atol=rounding)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_merged_model_computes_the_same(name):
-    batch, model = packed([9, 5]), adapted(CONFIGS[name]).eval().double()
-    whole = Decoder(SHAPE).eval().double()
-    state = {key: value for key, value in model.state_dict().items() if key in whole.state_dict()}
-    for key, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            parts = module.weight, module.lora_a, module.lora_b, module.magnitude, module.scale
-            state[f"{key}.weight"] = merged(*parts)
-    whole.load_state_dict(state)
-    torch.testing.assert_close(model.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from multipack.training.settings import PreferenceConfig
 VOCABULARY = 50
 SIZES = ((2, 5, 3), (4, 1, 6), (1, 7, 7), (3, 2, 9))
 """Tokens of prompt, chosen answer and rejected answer."""
-PLAN = SimpleNamespace(most_documents=4, longest=64, align=1, min_prefix=None, loss_weighting="document")
+PLAN = SimpleNamespace(most_documents=4, longest=64, min_prefix=None, loss_weighting="document")
 
 
 @pytest.fixture

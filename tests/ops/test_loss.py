@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.ops import loss as loss_module
 from multipack.ops.logits import LossOptions, chunk_rows, softmax_of_logits
 from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
-from multipack.ops.target_rows import TargetRows, Targets
 
 WIDTH, VOCABULARY = 12, 29
 LOSSES = (linear_cross_entropy, linear_log_probabilities)
@@ -105,11 +104,9 @@ def test_rows_with_several_targets_equal_repeated_rows(seed, targets_of, chunk, 
     repeated = hidden[rows[places]]
     for own in (None, weights):
         wanted = reference(repeated, weight, targets, own, logit_cap=cap, **terms)
-        found = linear_cross_entropy(
-            *inputs, targets, weights=own, shared=TargetRows(rows, places), **cuts, **terms
-        )
+        found = linear_cross_entropy(*inputs, targets, weights=own, rows=rows[places], **cuts, **terms)
         assert_equal(found, wanted, inputs, 1e-12)
-    found = linear_log_probabilities(*inputs, targets, shared=TargetRows(rows, places), **cuts)
+    found = linear_log_probabilities(*inputs, targets, rows=rows[places], **cuts)
     assert_equal(found, log_probabilities(repeated, weight, targets, cap), inputs, 1e-12)
 
 
@@ -135,7 +132,7 @@ def test_float32_and_bfloat16_are_close(tiles):
 
 def test_backward_can_run_twice():
     *inputs, targets = make_inputs()
-    loss = linear_cross_entropy(*inputs, targets, 8)
+    loss = linear_cross_entropy(*inputs, targets, chunk_tokens=8)
     first, second = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -183,7 +180,7 @@ class Sizes(TorchDispatchMode):
 def test_logits_never_exceed_a_chunk_of_a_tile(tiles, width):
     *inputs, targets = make_inputs(tokens=400)
     with Sizes(width) as sizes:
-        linear_cross_entropy(*inputs, targets, 16, vocabulary_tiles=tiles).backward()
+        linear_cross_entropy(*inputs, targets, chunk_tokens=16, vocabulary_tiles=tiles).backward()
     assert 0 < sizes.largest <= 16 * width
 
 
@@ -230,7 +227,7 @@ def test_the_function_that_is_compiled_on_gpus_computes_the_same(monkeypatch, z_
     terms["weights"] = torch.rand(40, dtype=torch.float64) if weighted else None
     monkeypatch.setattr(loss_module, "FUSED_DEVICES", ("cpu",))
     monkeypatch.setattr(loss_module, "compiled_softmax", lambda: softmax_of_logits)
-    found = linear_cross_entropy(*inputs, targets, 16, compiled=True, **terms)
+    found = linear_cross_entropy(*inputs, targets, chunk_tokens=16, compiled=True, **terms)
     assert_equal(found, reference(*inputs, targets, **terms), inputs, 1e-13)
 
 
@@ -263,5 +260,5 @@ def test_on_a_gpu_products_are_added_to_the_gradient_in_few_large_chunks():
     numbers = torch.empty(8192, dtype=torch.int64, device="meta")
     with Moved((128_256, 2048)) as moved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
-        head.compute(hidden, Targets(numbers, None, numbers, None), None, (True, True))
+        head.losses(hidden, loss_module._Targets(numbers, None, numbers, numbers), (True, True))
     assert moved.bytes == 0

@@ -57,8 +57,9 @@ def norm_of(model):
 @pytest.fixture
 def engine():
     torch.manual_seed(0)
-    ticks = itertools.count()
-    return engine_of(clock=lambda: float(next(ticks)))
+    ticks, made = itertools.count(), engine_of()
+    made.clock.mark = lambda: float(next(ticks))
+    return made
 
 
 def test_places_of_a_step_increase_in_the_order_of_its_passes():

@@ -43,7 +43,7 @@ def test_strategies_divide_what_they_say(words, parameters, optimizer, replicas)
 
 
 def test_data_parallel_ranks_synchronize_when_they_must():
-    assert ParallelConfig(pipeline=2).sync == "pipeline"
+    assert ParallelConfig(pipeline=2).sync == "micro"
     assert ParallelConfig(data="zero2").sync == "micro"
     assert ParallelConfig(data="zero1", tensor=2).sync == "step"
 
@@ -53,13 +53,6 @@ REFUSED_ALONE = [
     ({"offload": "cpu"}, "offload=cpu", "data=zero3"),
     ({"replicate": 2}, "replicate=2", "data=hsdp"),
     ({"timeout_seconds": 0}, "timeout_seconds=0", "above 0"),
-    ({"context_slack": 2}, "context_slack=2", "at most 1"),
-    (
-        {"context_slack": 0.25, "context_method": "ulysses"},
-        "context_slack=0.25",
-        "use parallel.context_slack=0",
-    ),
-    ({"context_slack": 0.25, "pipeline": 2}, "pipeline=2", "use parallel.context_slack=0"),
 ]
 REFUSED_WITH_A_WORLD = [
     ({"tensor": 3}, 8, "tensor=3", "use parallel.tensor=2"),

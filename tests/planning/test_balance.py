@@ -23,9 +23,7 @@ def check(divided, lengths, costs, ranks, budget):
     )
     assert {len(rank) for rank in divided} == {divided.micro_batches}
     assert all(batch and lengths[batch].sum() <= budget for rank in divided for batch in rank)
-    assert divided.loads.tolist() == [
-        sum(int(costs[batch].sum()) for batch in rank) for rank in list(divided)
-    ]
+    assert divided.loads.tolist() == [sum(int(costs[batch].sum()) for batch in rank) for rank in divided]
     assert divided.least_micro_batches <= divided.micro_batches
     assert 1 <= divided.least_max_over_mean <= divided.max_over_mean
 
@@ -141,7 +139,7 @@ def test_many_rollouts_are_balanced_to_a_ten_thousandth_or_proven(tail, filled):
 def test_costs_of_every_kind_and_no_budget():
     lengths = [9, 8, 7, 5, 4, 2]
     same = [
-        multipack.balance(lengths, 2, budget=None, cost=cost)[:]
+        list(multipack.balance(lengths, 2, budget=None, cost=cost))
         for cost in (None, lengths, [0.5 * length for length in lengths], lambda tokens: tokens * 3)
     ]
     assert same[1:] == same[:-1]
@@ -213,31 +211,3 @@ def test_partition_refuses_what_cannot_be_divided():
         partition([1] * 7, 2, equal_size=True)
     with pytest.raises(ValueError, match="weights is empty"):
         partition([], 2)
-
-
-def test_groups_that_share_their_prompts_fit_as_trees():
-    random = np.random.default_rng(0)
-    groups = np.repeat(np.arange(12), 4)
-    prompts = np.repeat(random.integers(50, 200, 12), 4)
-    lengths = prompts + random.integers(1, 80, 48)
-    model = multipack.CostModel(None, linear=1000)
-    divided = multipack.balance(
-        lengths, 3, budget=600, groups=groups, together="micro_batch", shared=prompts, cost=model
-    )
-    loads = []
-    for rank in divided:
-        load = 0
-        for micro_batch in rank:
-            inside = sorted(set(groups[micro_batch]))
-            assert sorted(micro_batch) == np.flatnonzero(np.isin(groups, inside)).tolist()
-            once = sum(int(prompts[groups == group][0]) for group in inside)
-            assert once + (lengths - prompts)[micro_batch].sum() <= 600
-            load += sum(int(model.cost([prompts[groups == group][0]])[0]) for group in inside)
-            load += int((model.cost(lengths) - model.cost(prompts))[micro_batch].sum())
-        loads.append(load)
-    assert loads == divided.loads.tolist()
-    alone = multipack.balance(lengths, 3, budget=1100, groups=groups, together="micro_batch")
-    assert divided.micro_batches * 600 < alone.micro_batches * 1100
-    for wrong in ({"shared": prompts}, {"shared": lengths + 1, "groups": groups, "together": "micro_batch"}):
-        with pytest.raises(ValueError, match="shared"):
-            multipack.balance(lengths, 3, budget=600, **wrong)

@@ -1,13 +1,13 @@
 """Assignment to ranks: any number of ranks trains on the same documents, in packs that fit, balanced."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import problems
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, least_step_cost, step_cost
 from multipack.planning.options import PlanOptions
@@ -15,8 +15,7 @@ from multipack.planning.packing import packs_from
 from multipack.planning.plan import plan
 from multipack.shapes import SHAPES
 
-LENGTHS = Path(__file__).resolve().parents[3] / "shared" / "data" / "lengths"
-SYNCS = ["micro", "step", "pipeline"]
+SYNCS = ["micro", "step"]
 
 
 def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micro", balance="cost"):
@@ -29,36 +28,11 @@ def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micr
     return deal_packs(packs, lengths[order], costs[order], options, ranks, sync, 0), costs
 
 
-@st.composite
-def plans(draw):
-    capacity = draw(st.integers(4, 300))
-    lengths = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=80))
-    if draw(st.booleans()):  # packs that can be full to the last token
-        pieces = [np.diff([0, *sorted({length % capacity for length in lengths[i : i + 5]} - {0}), capacity])
-                  for i in range(0, len(lengths), 5)]  # fmt: skip
-        lengths = np.concatenate(pieces).tolist()
-    packs = draw(st.integers(1, 7))
-    align = draw(st.sampled_from([1, 1, 2]))
-    lengths = np.array(lengths).clip(max=capacity // align * align)
-    slots = -(-lengths // align) * align
-    tail = draw(st.sampled_from(["keep", "drop"])) if slots.sum() >= packs * capacity else "keep"
-    return plan(
-        lengths,
-        capacity=capacity,
-        packs_per_step=packs,
-        align=align,
-        tail=tail,
-        order=draw(st.sampled_from(["shuffled", "given"])),
-        budget=draw(st.sampled_from([None, capacity, max(1, capacity // 2)])) if tail == "keep" else None,
-        window=draw(st.integers(1, 3)),
-        balance=draw(st.sampled_from(["cost", "joint", "tokens"])),
-        max_documents=draw(st.one_of(st.none(), st.integers(1, 6))),
-    )
-
-
 @settings(deadline=None, max_examples=25)
-@given(plans(), st.sampled_from(SYNCS))
-def test_any_number_of_ranks_has_the_same_documents_within_the_limits(made, sync):
+@given(problems(), st.sampled_from(SYNCS))
+def test_any_number_of_ranks_has_the_same_documents_within_the_limits(problem, sync):
+    lengths, options = problem
+    made = plan(lengths, **options)
     costs = made.balanced.cost(made.slots)
     for step in range(made.num_steps):
         own = made.packs(step)
@@ -143,7 +117,7 @@ def test_more_ranks_than_packs():
         made.deal(0, 3)
     with pytest.raises(ValueError, match="data_parallel_size must be a whole number"):
         made.micro_batches(0)
-    with pytest.raises(ValueError, match="choose one of micro, step, pipeline"):
+    with pytest.raises(ValueError, match="choose one of micro, step"):
         made.deal(0, 1, "epoch")
 
 
@@ -200,13 +174,12 @@ REAL = ("natural_instructions_193k", "gsm8k_train", "openchat_v1", "tinyshakespe
     ("name", "ranks", "micro_batches", "steps"),
     [("", 2, 4, 40), ("", 16, 4, 40), ("", 8, 1, 150), *((name, 8, 4, 38) for name in REAL)],
 )
-def test_ranks_get_similar_documents_in_a_short_epoch(name, ranks, micro_batches, steps, sync):
+def test_ranks_get_similar_documents_in_a_short_epoch(name, ranks, micro_batches, steps, sync, request):
     """The bound of `Plan.deal`, on max / min over ranks of the numbers of documents and the sums of squares."""
     packs, random = ranks * micro_batches, np.random.default_rng(0)
-    if name and not LENGTHS.exists():
-        pytest.skip(f"{LENGTHS} is not there")
-    elif name:
-        stored = np.load(LENGTHS / f"{name}.npy").astype(np.int64)
+    if name:
+        data = request.getfixturevalue("shared_data")  # skips where they are not at hand
+        stored = np.load(data / f"lengths/{name}.npy").astype(np.int64)
         lengths = random.choice(stored, packs * steps * 4000 // int(stored.mean()))
     else:
         lengths = random.lognormal(5.0, 0.8, 2 * packs * steps * 10).clip(1, 2048).astype(int)

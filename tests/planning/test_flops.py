@@ -66,7 +66,8 @@ def _beyond_causal(shape, recompute="none"):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_our_decoder(name):
     shape = ModelShape(**SMALL, **VARIANTS[name])
-    model = Decoder(shape, attention="loop", training_loss=_every_row_is_projected)
+    model = Decoder(shape, attention="loop")
+    model.loss_function = _every_row_is_projected
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(_batch()).backward()
     expected = CostModel.from_shape(shape).flops(LENGTHS) + _beyond_causal(shape)
@@ -110,7 +111,8 @@ def test_recomputation_is_what_is_executed(recompute):
         return checkpoint(_every_row_is_projected, hidden, weight, targets, use_reentrant=False)
 
     full = recompute == "full"
-    model = Decoder(shape, attention="loop", training_loss=whole if full else _every_row_is_projected)
+    model = Decoder(shape, attention="loop")
+    model.loss_function = whole if full else _every_row_is_projected
     if full:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -3,49 +3,28 @@
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import problems
 from multipack.planning import report as measure
 from multipack.planning.advice import advise
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost
 from multipack.planning.plan import plan
 from multipack.planning.steps import permutation
-from multipack.shapes import SHAPES
-
-COSTS = [
-    CostModel.from_shape(SHAPES["tiny"]),
-    CostModel.from_shape(SHAPES["llama-8b"]),
-    CostModel(None, linear=40, constant=5000),  # a document's own cost outweighs its tokens'
-    CostModel(None, linear=90, quadratic=1, sliding=2, window=16),
-]
-OPENCHAT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths" / "openchat_v1.npy"
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.data())
-def test_ceiling_holds_and_shares_are_shares(data):
-    capacity = data.draw(st.integers(2, 200))
-    align = data.draw(st.sampled_from([1, 2, 3]))
-    longest = max(capacity // align * align, 1)
-    capacity = max(capacity, align)
-    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
-    packs = data.draw(st.integers(1, 6))
-    world = data.draw(st.integers(1, packs))
-    made = plan(
-        lengths,
-        capacity=capacity,
-        packs_per_step=packs,
-        window=data.draw(st.integers(1, 3)),
-        align=align,
-        cost=data.draw(st.sampled_from(COSTS)),
-    )
-    for sync in ("micro", "step", "pipeline"):
+@given(problems(), st.data())
+def test_ceiling_holds_and_shares_are_shares(problem, data):
+    lengths, options = problem
+    made = plan(lengths, **options)
+    world = data.draw(st.integers(1, made.packs_per_step))
+    for sync in ("micro", "step"):
         report = measure.report(made, world, sync)
         assert 0 < report.cost_utilization <= report.cost_utilization_ceiling <= 1
         assert report.ceiling_reached == report.cost_utilization / report.cost_utilization_ceiling <= 1
@@ -113,15 +92,6 @@ def test_the_last_step_is_left_out_of_one_efficiency():
     assert made.num_steps == 6
     assert report.efficiency == 11 / 12
     assert report.efficiency_but_last == (11 - made.tokens(5) / 10) / 10
-
-
-def test_aligned_documents_take_slots_that_hold_no_tokens():
-    made = plan([5] * 8, capacity=16, packs_per_step=2, align=8)
-    report = measure.report(made, 2)
-    assert (report.steps, report.minimum_steps, report.minimum_packs) == (2, 2, 4)
-    assert report.efficiency == 40 / 64
-    assert report.padding == 24 / 64
-    assert report.utilization == report.cost_utilization_ceiling == 1
 
 
 def test_a_sample_of_steps_is_told_and_close():
@@ -229,7 +199,7 @@ def test_no_arrangement_is_below_the_bound(data):
     if not len(reached):
         return
     table = reached.reshape(-1, micro_batches, world)
-    for sync in ("micro", "step", "pipeline"):
+    for sync in ("micro", "step"):
         times = table.sum(axis=1).max(axis=1) if sync == "step" else table.max(axis=2).sum(axis=1)
         optimum = times.min()
         bound = least_step_cost(lengths, costs, world, micro_batches, capacity, sync)

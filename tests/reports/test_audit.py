@@ -255,7 +255,7 @@ def test_what_cannot_be_audited_is_said(written, tmp_path):
     ]
     (path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "history.jsonl").write_text('{"event": "start", "step": 30}\n')
-    metrics = [{"step": line["step"], "loss": 1.0, "skipped": line["step"] == 32} for line in lines]
+    metrics = [{"step": line["step"], "loss": 1.0, "skipped": int(line["step"] == 32)} for line in lines]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     found = audit(path)
     assert found.problems == []

@@ -1,5 +1,6 @@
 """The pages in a real browser: `apt-get update && apt-get install -y chromium`; skipped without it."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 
 from multipack.planning.plan import plan
 from multipack.planning.report import report
-from multipack.reports.plan_view import plan_page, plan_view
-from multipack.reports.run_data import read_run
+from multipack.reports.plan_page import plan_page, plan_view
+from multipack.reports.run_data import RunData
 from multipack.reports.run_page import run_page
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,12 +40,18 @@ def check(browser, path, width, dark):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
+    # Names of metrics that objects of JavaScript inherit.
+    record = {"step": 21, "loss": 1.0, "dt": 1.0, "constructor": 1.0, "toString": 2.0, "__proto__": 3.0}
+    evaluation = {"step": 21, "val_loss": 1.0, "val_constructor": 1.0, "valueOf": 1.0}
+    with (trained / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps(record)}\n{json.dumps(evaluation)}\n")
+    (trained / "report.html").write_bytes(run_page([RunData(trained)]))
     check(browser, trained / "report.html", width, dark)
     charts = browser.evaluate("document.querySelectorAll('.chart svg').length")
     assert charts >= 6
     assert browser.evaluate("document.querySelectorAll('.chart path[d=\"\"]').length") == 0
     assert browser.evaluate("/NaN|undefined/.test(document.getElementById('page').outerHTML)") is False
-    (tmp_path / "two.html").write_bytes(run_page([read_run(written("a")), read_run(written("b", lr="0.1"))]))
+    (tmp_path / "two.html").write_bytes(run_page([RunData(written("a")), RunData(written("b", lr="0.1"))]))
     check(browser, tmp_path / "two.html", width, dark)
     # Every control works: log axes, smoothing, samples, the filter of settings.
     browser.evaluate(
@@ -67,7 +74,7 @@ def test_the_page_of_runs(browser, trained, written, tmp_path, width, dark):
 def test_the_page_of_a_plan(browser, tmp_path, width, dark):
     lengths = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 2048).astype(np.int64)
     made = plan(lengths, capacity=2048, packs_per_step=16)
-    view = plan_view(made, report(made, 8), 0, 8, 0.4, "multipack train")
+    view = plan_view(made, report(made, 8), 8, 0.4, "multipack train")
     (tmp_path / "plan.html").write_bytes(plan_page(view, "Plan of <lengths>", [("documents", "3,000")]))
     check(browser, tmp_path / "plan.html", width, dark)
     assert browser.evaluate("document.querySelectorAll('canvas').length") == 2

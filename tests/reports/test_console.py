@@ -1,5 +1,4 @@
 import io
-import re
 import time
 
 from multipack.reports.console import Console
@@ -17,14 +16,6 @@ def test_only_rank_0_prints():
     assert out.getvalue() == ""
     Console(rank=0, stream=out).line("speech")
     assert out.getvalue() == "speech\n"
-
-
-def test_all_ranks_say_when_and_who():
-    out = io.StringIO()
-    Console(rank=2, all_ranks=True, stream=out).line("one\ntwo")
-    Console(all_ranks=True, stream=(long := io.StringIO())).section("run", [("a", "word " * 40)])
-    assert long.getvalue().count("\n") == 3  # lines of ranks are not wrapped
-    assert re.fullmatch(r"(\[\d\d:\d\d:\d\d\.\d{3}\]\[rank 2\] (one|two)\n){2}", out.getvalue())
 
 
 def test_without_a_terminal_lines_are_plain_and_whole():

@@ -8,7 +8,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.reports.watch import LiveRun, watch
+from multipack.reports.run_data import RunData
+from multipack.reports.watch import frame, watch
 
 
 def _append(file, *records, end="\n"):
@@ -18,7 +19,7 @@ def _append(file, *records, end="\n"):
 
 def _screen(shown, now=None, rows=40):
     console = Console(file=io.StringIO(), width=90, markup=False)
-    console.print(shown.frame(90, rows, time.time() if now is None else now))
+    console.print(frame(shown, 90, rows, time.time() if now is None else now))
     return console.file.getvalue()
 
 
@@ -31,7 +32,7 @@ def test_new_records_are_shown_and_cut_ones_are_not(written):
     metrics, history = path / "metrics.jsonl", path / "history.jsonl"
     metrics.write_text("")
     _append(history, {"event": "start", "step": 0, "steps": 8, "notes": ["take [b]care[/b]\x1b[2J"]})
-    shown = LiveRun(path)
+    shown = RunData(path)
     assert "no step yet" in _screen(shown)
     _append(metrics, _step(1), _step(2))
     _append(metrics, _step(3), end="")  # half written
@@ -56,7 +57,7 @@ def test_new_records_are_shown_and_cut_ones_are_not(written):
 
 
 def test_it_fits_the_terminal(trained):
-    shown = LiveRun(trained)
+    shown = RunData(trained)
     for rows in (24, 30, 50):
         screen = _screen(shown, rows=rows).splitlines()
         assert len(screen) < rows

@@ -1,6 +1,5 @@
-"""Callbacks: the order of hooks, the moving average, spike guard, early stopping, gradient statistics, traces."""
+"""Callbacks: the order of hooks, spike guard, early stopping, gradient noise, traces."""
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -11,20 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import DeviceType
 
-from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
-from multipack.shapes import SHAPES
+from multipack.training.assemble import build_callbacks
 from multipack.training.callbacks import trackers
-from multipack.training.callbacks.averaging import MovingAverage
-from multipack.training.callbacks.callback import Callbacks, RunStopped
+from multipack.training.callbacks.callback import RunStopped
 from multipack.training.callbacks.early_stopping import EarlyStopping
-from multipack.training.callbacks.gradients import GradientNoise, LayerNorms, layer_of
-from multipack.training.callbacks.profiler import Trace, communication
+from multipack.training.callbacks.gradient_noise import GradientNoise
+from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import DECAY, MOST_IN_A_ROW, WARM_UP, RunningMoments, SpikeGuard
 from multipack.training.optimizer import build_optimizer
 from multipack.training.run_config import compose, compose_run
@@ -58,9 +54,15 @@ def _restored(callback):
 # The loop
 
 
-def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
-    seen = recorder(gradient=lambda step: {"my_metric": float(step)})
-    watched.append(seen)
+def test_hooks_are_called_in_order_and_a_skipped_step_changes_nothing(
+    words, tmp_path, watched, recorder, files
+):
+    seen, other = (
+        recorder(gradient=lambda step: {"my_metric": float(step)}, accept=lambda step: False),
+        recorder(),
+    )
+    other.name = "other"
+    watched += [seen, other]
     more = ["plan.packs_per_step=4", "train.steps=2", "train.eval_every=2"]
     train(compose([*words, *more, f"out={tmp_path / 'run'}"]))
     micro = [("micro_batch", index) for index in range(3)]
@@ -73,15 +75,11 @@ def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
         return [("record", step), ("stop_reason", step), ("sample", step)]
 
     assert seen.seen == [*evaluation(0), *hooks(1), *hooks(2), *evaluation(2), ("close", False)]
-    assert [record["my_metric"] for record in files(tmp_path / "run").steps] == [1.0, 2.0]
-
-
-def test_a_skipped_step_changes_no_weights(words, tmp_path, watched, recorder, files):
-    watched.append(recorder(accept=lambda step: False))
-    train(compose([*words, "train.steps=2", "train.eval_every=2", f"out={tmp_path / 'run'}"]))
+    assert other.seen == seen.seen
     found = files(tmp_path / "run")
-    assert found.evaluations[0]["val_loss"] == found.evaluations[1]["val_loss"]
+    assert [record["my_metric"] for record in found.steps] == [1.0, 2.0]
     assert [record["skipped"] for record in found.steps] == [1.0, 1.0]
+    assert found.evaluations[0]["val_loss"] == found.evaluations[1]["val_loss"]  # no step changed the weights
 
 
 def test_a_callback_ends_a_run_that_can_be_resumed(words, tmp_path, watched, recorder, capsys):
@@ -96,86 +94,21 @@ def test_a_callback_ends_a_run_that_can_be_resumed(words, tmp_path, watched, rec
     assert watched[0].loaded > 0
 
 
-def test_results_of_several_callbacks_are_combined(recorder):
-    one, other = recorder(gradient=lambda step: {"a": 1.0}), recorder(accept=lambda step: step != 3)
-    with pytest.raises(AssertionError):  # names are unique
-        Callbacks([one, other])
-    other.name = "other"
-    both = Callbacks([one, other])
-    assert (both.accept(3, 1.0, 1.0), both.accept(4, 1.0, 1.0)) == (False, True)
-    assert both.gradient(1, None) == {"a": 1.0}
-    assert (both.stop_reason(1, 2.0), both.weight_sets(None)) == ("", [])
-    assert set(both.states()) == {"recorder", "other"}
-    assert both.close(True) is None
-    assert one.seen[-1] == other.seen[-1] == ("close", True)
-    with pytest.raises(AttributeError):
-        both.no_such_hook()
-
-
-def test_each_setting_adds_its_callback(trainer, monkeypatch):
+def test_each_setting_adds_its_callback(trainer, monkeypatch, tmp_path):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", ("json", None))
     everything = {
         "train.profile=true": "trace",
-        "log.layer_norms=true": "layer_norms",
         "log.gradient_noise=true": "gradient_noise",
         "train.spike=skip": "spikes",
-        "train.ema_decay=0.9": "average",
         "train.patience=2": "stopping",
         "track.to=[wandb]": "trackers",
     }
     assert [callback.name for callback in trainer(*everything).callbacks] == list(everything.values())
-    assert list(trainer("track.to=[wandb]", "track.mode=disabled").callbacks) == []
-
-
-# Moving average
-
-
-def _averaged_steps(engine, average, first, last, skipped=()):
-    """Steps first … last, each followed by `after_step`; returns the weights after each applied one."""
-    history = []
-    for step in range(first, last + 1):
-        engine.forward_backward([torch.randn(4, 5, generator=torch.Generator().manual_seed(step))], 4)
-        if step in skipped:
-            engine.discard()
-        else:
-            engine.step(0.05)
-            history.append({name: p.detach().double().clone() for name, p in engine.parameters.items()})
-        average.after_step(step, engine, applied=step not in skipped)
-    return history
-
-
-def test_the_average_is_the_weighted_mean_over_applied_steps():
-    engine, average = _engine(Distance(5).to(torch.bfloat16)), MovingAverage(0.8)
-    assert (average.weight_sets(engine), average.tensors()) == ([], {})
-    history = _averaged_steps(engine, average, 1, 6, skipped={3})
-    shares = [0.8 ** (4 - i) for i in range(5)]
-    for name, mean in average.tensors().items():
-        assert mean.dtype == torch.float32
-        expected = sum(s * weights[name] for s, weights in zip(shares, history, strict=True)) / sum(shares)
-        torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_model_has_the_average_inside_the_context_only():
-    engine, average = _engine(Distance(5), rules=["second freeze"]), MovingAverage(0.9)
-    _averaged_steps(engine, average, 1, 4)
-    own, mean = engine.parameters["first"].detach().clone(), average.tensors()["first"].clone()
-    assert set(average.tensors()) == {"first"}  # frozen weights have no average
-    [(suffix, context)] = average.weight_sets(engine)
-    with contextlib.suppress(KeyError), context:
-        assert torch.equal(engine.parameters["first"], mean)
-        raise KeyError("in the evaluation")
-    assert suffix == "_ema"
-    assert torch.equal(engine.parameters["first"], own)
-
-
-def test_an_average_of_other_weights_is_refused():
-    average = MovingAverage(0.9)
-    saved = {"first": (3,)}
-    average.load_tensors(saved, lambda tensors: None, _engine(Distance(5), rules=["second freeze"]))
-    assert average.tensors().keys() == saved.keys()
-    for rules in ([], ["first freeze"]):
-        with pytest.raises(ValueError, match=r"other weights: (first, )?second"):
-            average.load_tensors(saved, lambda tensors: None, _engine(Distance(5), rules=rules))
+    assert trainer("track.to=[wandb]", "track.mode=disabled").callbacks == []
+    config, run = compose(["train.profile=true"]), RunDirectory(tmp_path)
+    assert build_callbacks(config, World(rank=1), run, print) == []
+    (tmp_path / "trace.json").touch()  # of an earlier process of the run
+    assert build_callbacks(config, World(), run, print) == []
 
 
 # Spike guard
@@ -208,7 +141,7 @@ def test_moments_are_those_of_the_weighted_values(values):
 def test_a_spike_of_either_is_skipped_and_reported():
     for loss, norm, named in ((5.0, 1.0, "loss 5"), (3.0, 40.0, "grad_norm 40")):
         reported = []
-        guard = SpikeGuard("skip", 6.0, reported.append)
+        guard = SpikeGuard("skip", reported.append)
         assert all(_judge(guard, *_normal(300)))
         before = guard.state()["moments"]
         assert not guard.accept(301, loss, norm)
@@ -219,12 +152,12 @@ def test_a_spike_of_either_is_skipped_and_reported():
 
 
 def test_what_is_not_a_spike():
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     assert all(_judge(guard, [3.0] * (WARM_UP - 1) + [50.0]))  # the statistics are not full
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     _judge(guard, *_normal(WARM_UP))
     assert guard.accept(WARM_UP + 1, 0.1, 0.01)  # a low value
-    guard = SpikeGuard("stop", 6.0)
+    guard = SpikeGuard("stop")
     _judge(guard, [2.0] * 100)
     assert guard.accept(101, 2.001, 1.0)  # rounding of a constant loss
     with pytest.raises(RunStopped, match=r"step 102 .*loss 2\.1 .*train\.spike=stop"):
@@ -232,7 +165,7 @@ def test_what_is_not_a_spike():
 
 
 def test_many_consecutive_skips_stop_the_run():
-    guard = SpikeGuard("skip", 6.0, lambda line: None)
+    guard = SpikeGuard("skip", lambda line: None)
     _judge(guard, *_normal(100))
     for first in (101, 111):
         assert not any(_judge(guard, [9.0] * (MOST_IN_A_ROW - 1), first=first))
@@ -243,7 +176,7 @@ def test_many_consecutive_skips_stop_the_run():
 
 
 def test_a_resumed_guard_decides_as_one_that_never_stopped():
-    whole, before, after = (SpikeGuard("skip", 3.0, lambda line: None) for _ in range(3))
+    whole, before, after = (SpikeGuard("skip", lambda line: None) for _ in range(3))
     losses, norms = _normal(300, seed=1)
     losses[200::23] += 1.0
     decisions = _judge(whole, losses, norms)
@@ -258,27 +191,21 @@ def test_a_resumed_guard_decides_as_one_that_never_stopped():
 
 
 def test_the_run_stops_when_patience_ends():
-    for patience, least, losses, stops in (
-        (2, 0.0, [3.0, 2.0, 2.5, 1.9, 2.0, 1.95], [5]),
-        (1, 0.0, [2.0, 2.0], [1]),  # an equal loss is no improvement
-        (3, 0.1, [2.0, 1.95, 1.92, 1.91], [3]),
-        (3, 0.1, [2.0, 1.95, 1.92, 1.89, 1.88, 1.87], []),  # small improvements add up
+    """Resumed after every evaluation."""
+    for patience, losses, stops in (
+        (2, [3.0, 2.0, 2.5, 1.9, 2.0, 1.95], [5]),
+        (1, [2.0, 2.0], [1]),  # an equal loss is no improvement
     ):
-        stopping = EarlyStopping(patience, least)
-        reasons = [stopping.stop_reason(10 * number, loss) for number, loss in enumerate(losses)]
+        stopping, reasons = EarlyStopping(patience), []
+        for number, loss in enumerate(losses):
+            reasons.append(stopping.stop_reason(10 * number, loss))
+            state, stopping = _restored(stopping), EarlyStopping(patience)
+            stopping.load_state(state)
         assert [number for number, reason in enumerate(reasons) if reason] == stops
         assert all(f"train.patience={patience}" in reason for reason in reasons if reason)
 
 
-def test_resumed_early_stopping_remembers():
-    before, after = EarlyStopping(patience=3), EarlyStopping(patience=3)
-    reasons = [before.stop_reason(step, loss) for step, loss in enumerate([3.0, 2.0, 2.1])]
-    after.load_state(_restored(before))
-    reasons += [after.stop_reason(step, loss) for step, loss in ((3, 2.2), (4, 2.3))]
-    assert [bool(reason) for reason in reasons] == [False] * 4 + [True]
-
-
-# Gradient statistics
+# Gradient noise
 
 
 def _noisy_step(noise, engine, micro_batches):
@@ -318,35 +245,13 @@ def test_noise_that_cannot_be_estimated_is_not_reported():
 
 
 def test_a_gradient_that_overflowed_is_not_counted():
-    engine, noise, norms = _engine(Distance(3), torch.float16), GradientNoise(), LayerNorms()
+    engine, noise = _engine(Distance(3), torch.float16), GradientNoise()
     rows, infinite = torch.tensor([[1.0, 2.0, 1.0]]), torch.full((1, 3), torch.inf)
     _noisy_step(noise, engine, [rows, torch.ones(1, 3)])
     state = noise.state()
     _noisy_step(noise, engine, [rows, infinite])
     _noisy_step(noise, engine, [infinite, rows])
     assert noise.state() == state
-    engine.forward_backward([infinite], 1)
-    assert norms.gradient(1, engine) == {}
-
-
-def test_layer_norms_are_those_of_their_tensors_and_sum_to_the_global_one():
-    torch.manual_seed(0)
-    model = Decoder(SHAPES["tiny"].with_vocabulary(50))
-    engine = _engine(model, rules=["blocks.1.feed_forward freeze"])
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
-    found = LayerNorms().gradient(1, engine)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    layers = {name.partition("/")[2] for name in found}
-    assert layers == {layer_of(name) for name in trained}
-    assert {"embedding", "blocks.0", "blocks.1", "norm"} <= layers
-    for layer in layers:
-        own = [p for name, p in trained.items() if layer_of(name) == layer]
-        for kind, values in (("grad_norm", [p.grad for p in own]), ("weight_norm", own)):
-            norm = torch.cat([value.detach().reshape(-1) for value in values]).double().norm()
-            assert found[f"{kind}/{layer}"] == pytest.approx(float(norm), rel=1e-5)
-    total = sum(value**2 for name, value in found.items() if name.startswith("grad_norm/")) ** 0.5
-    assert total == pytest.approx(engine.clip(0.0), rel=1e-5)
 
 
 # Profiler
@@ -374,44 +279,13 @@ def test_one_trace_of_a_few_steps_is_written(tmp_path, steps, traced):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("device", [DeviceType.CPU, DeviceType.CUDA])
-def test_communication_is_what_computing_does_not_hide(device):
-    def event(name, start, end, device=DeviceType.CPU, thread=1, note=False):
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(
-            name=name, time_range=span, device_type=device, thread=thread, is_user_annotation=note
-        )
-
-    on_gpu = device == DeviceType.CUDA
-    kind = "ncclDevKernel" if on_gpu else "gloo:all_gather"
-    events = [
-        event("ProfilerStep#1", 0, 60),
-        event("ProfilerStep#2", 60, 100),
-        event("gemm" if on_gpu else "aten::mm", 0, 40, device),
-        event("aten::mm", 30, 100, thread=2),  # collates packs
-        event(kind, 30, 70, device, thread=3),
-        event(kind, 65, 80, device, thread=4),
-        event("gemm" if on_gpu else "aten::add", 75, 90, device),
-    ]
-    events += [event("ProfilerStep#1", 0, 100, device, note=True)] if on_gpu else []
-    found = communication(events)
-    assert found == {"seconds": pytest.approx(35e-6), "of": pytest.approx(100e-6)}
-    assert communication([]) == {}
-
-
-def test_no_trace_of_short_runs_resumed_runs_and_other_ranks(tmp_path):
-    reported, path = [], tmp_path / "trace.json"
-    for where, steps in ((path, 2), (None, 6)):
-        trace = Trace(where, torch.device("cpu"), reported.append)
-        _traced_steps(trace, steps)
-        trace.close(failed=False)
-    assert list(tmp_path.iterdir()) == []
-    path.write_text("the first")
-    trace = Trace(path, torch.device("cpu"), reported.append)
-    _traced_steps(trace, 6)
+def test_a_run_that_ends_before_its_trace_says_so(tmp_path):
+    reported = []
+    trace = Trace(tmp_path / "trace.json", torch.device("cpu"), reported.append)
+    _traced_steps(trace, 2)
     trace.close(failed=False)
-    assert path.read_text() == "the first"
-    assert ["train.profile" in reported[0], "remove it" in reported[1], len(reported)] == [True, True, 2]
+    assert list(tmp_path.iterdir()) == []
+    assert ["train.profile" in line for line in reported] == [True]
 
 
 def test_within_a_step_no_callback_waits_for_the_device():
@@ -424,7 +298,7 @@ def test_within_a_step_no_callback_waits_for_the_device():
             mesh=SimpleNamespace(gradient_size=1),
             loss_scale=1.0,
         )
-        for callback in (GradientNoise(), MovingAverage(0.9), LayerNorms(), SpikeGuard("skip", 6.0)):
+        for callback in (GradientNoise(), SpikeGuard("skip")):
             callback.before_step(1)
             callback.micro_batch(0, engine, 3.0, 9.0)
             callback.after_step(1, engine, True)

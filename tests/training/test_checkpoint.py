@@ -56,7 +56,7 @@ def test_a_checkpoint_is_read_back(run):
     source = found.source
     assert torch.equal(source.whole("model")["weight"], torch.full((2, 3), 5.0))
     assert source.shapes("optimizer") == {"weight.exp_avg": (2, 3)}
-    assert source.shapes("callbacks") == source.whole("callbacks") == {}
+    assert source.shapes("unknown") == source.whole("unknown") == {}
     assert (path / "config.yaml").read_text() == "a: 1\n"
     # Files are readable for whom the umask allows it.
     assert {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()} == {0o640}
@@ -125,14 +125,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(run, name, make):
     with pytest.raises((ValueError, OSError), match=re.escape(path.name)) as refused:
         read()
     assert "\n" not in str(refused.value)
-
-
-def test_a_checkpoint_without_its_state_is_no_run(run):
-    path = _save(run, 3)
-    (path / "state.json").unlink()
-    assert find_run(path)[1] == path
-    with pytest.raises(ValueError, match=r"state\.json is missing"):
-        load_checkpoint(path)
 
 
 def test_what_cannot_be_removed_is_reported_once_and_ends_no_run(run, monkeypatch):
@@ -340,9 +332,9 @@ def test_random_numbers_continue(run):
     source = load_checkpoint(_save(run, 5)).source
     expected = torch.rand(4)
     torch.manual_seed(99)
-    assert restore_rng(World(), source)
+    restore_rng(World(), source)
     assert torch.equal(torch.rand(4), expected)
-    for rank in range(2):
-        # Both know that a rank is new; the first continues with its own numbers.
-        assert not restore_rng(World(rank=rank, size=2), source)
+    restore_rng(World(rank=1, size=2), source)  # a new rank keeps its own
+    torch.manual_seed(99)
+    restore_rng(World(rank=0, size=2), source)
     assert torch.equal(torch.rand(4), expected)

@@ -20,17 +20,16 @@ REFUSED = [
     ("data=store data.path=x data.stream=true", 1, "train.steps"),
     ("train.patience=2 data.validation=0", 1, "train.patience=2"),
     ("parallel.context=2 parallel.context_method=planned model.attention=loop", 2, "model.attention=loop"),
-    ("parallel.context_slack=0.1 train.fixed_shape=true", 1, "parallel.context_slack=0.1"),
     (f"{SHARED} parallel.context=2 parallel.context_method=planned", 2, "parallel.context_method=planned"),
     (f"{SHARED} model.rope_type=dynamic model.rope_factor=2 model.context=64", 1, "model.rope_type=dynamic"),
-    (f"{SHARED} plan.align=8", 1, "plan.align=8"),
+    (f"{SHARED} plan.max_documents=8", 1, "plan.max_documents=8"),
     (f"{SHARED} parallel.context=2 model.heads=1", 2, "parallel.context=2 (ulysses)"),
     ("log.gradient_noise=true parallel.data=zero3", 2, "log.gradient_noise=true"),
     ("log.gradient_noise=true plan.packs_per_step=1", 1, "plan.packs_per_step"),
     ("plan.packs_per_step=2", 3, "plan.packs_per_step=2"),
     ("plan.packs_per_step=1 parallel.tensor=2 model.kv_heads=2", 4, "at least 2"),
     ("data.readers=4", 2, "data.readers=2"),
-    ("parallel.tensor=2 plan.align=5 plan.capacity=256 train.fixed_shape=true", 2, "plan.align=2"),
+    ("parallel.tensor=2 plan.capacity=255 train.fixed_shape=true", 2, "plan.capacity=254"),
 ]
 """Words, number of processes, and a part of the message: the setting."""
 OF_KINDS = [
@@ -38,7 +37,6 @@ OF_KINDS = [
     ("preference.beta=0.5", "documents", "preference."),
     ("parallel.pipeline=2", "pairs", "parallel.pipeline=2"),
     ("parallel.context=2", "labels", "parallel.context=2"),
-    ("train.compare_padding=true", "pairs", "train.compare_padding=true"),
     ("train.label_smoothing=0.1", "pairs", "train.label_smoothing=0.1"),
     ("train.z_loss=1e-4", "labels", "train.z_loss=0.0001"),
 ]
@@ -95,7 +93,7 @@ def test_ranks_divide_the_vocabulary_of_the_tokenizer():
         SimpleNamespace(world=SimpleNamespace(size=2)),
     )
     with pytest.raises(ValueError, match=r"model\.vocabulary_size=257: use model\.vocabulary_size=258"):
-        open_model(config, None, start, mesh, None)
+        open_model(config, None, start, mesh)
 
 
 @pytest.mark.parametrize("rules", ["[embedding freeze,blocks.0 freeze]", "[blocks.0 freeze]"])
@@ -106,4 +104,4 @@ def test_the_first_stage_has_trained_parameters(rules):
     refused = pytest.raises(ValueError, match=r"optimizer\.rules .*parallel\.pipeline=1")
     goes_on = pytest.raises(AttributeError, match="size")  # the next check asks for the other ranks
     with refused if "embedding" in rules else goes_on:
-        open_engine(config, None, config.shape_with(257), None, mesh, torch.float32, None)
+        open_engine(config, None, config.shape_with(257), None, mesh, torch.float32)

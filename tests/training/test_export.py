@@ -162,7 +162,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, save_decoder
     foreign = ModelShape(1, 2, 2, 16, 24, vocabulary_size=257, norm="layernorm", bias=True)
     other = save_decoder(tmp_path / "other", Decoder(foreign), byte_tokenizer())
     for run_path, options, message in (
-        (path, {"weights": "first"}, "choose one of latest, best, ema"),
+        (path, {"weights": "first"}, "choose one of latest, best"),
         (path, {"dtype": "int8"}, "--dtype='int8'"),
         (large, {"dtype": "fp16"}, r"model\.norm\.weight \(1 tensors in all\) are not finite"),
         (other, {}, "transformers has no model for this decoder"),

@@ -267,7 +267,7 @@ def test_impossible_settings_and_states_are_refused(folder):
     with pytest.raises(ValueError, match="tail keep or drop"):
         feed_of(folder, "plan.tail=carry")
     state = feed_of(folder, "plan.capacity=128").state_dict()
-    with pytest.raises(ValueError, match="capacity was 128 and is 64"):
+    with pytest.raises(ValueError, match="capacity from 128 to 64"):
         feed_of(folder).load_state_dict(state)
 
 

@@ -127,7 +127,12 @@ def test_code_that_cannot_share_tokens_is_refused(kind, tmp_path, monkeypatch):
     save_model(kind, tmp_path)
     shape = foreign_shape(str(tmp_path))
     check_isolated(shape, torch.device("cpu"), shares=True)
-    monkeypatch.setattr(foreign_attention, "_tree", lambda bounds, *_: without_tokens(bounds))
+    original = foreign_attention._packed
+    monkeypatch.setattr(
+        foreign_attention,
+        "_packed",
+        lambda q, k, v, batch, limits: original(q, k, v, without_tokens(batch.cu_seqlens.tolist()), limits),
+    )
     check_isolated(shape, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model=hf:.*use data\.share_prefixes=off"):
         check_isolated(shape, torch.device("cpu"), shares=True)

@@ -18,8 +18,13 @@ from multipack.training.train import train
 from multipack.words import ConfigError
 
 FEW = [
-    *("plan.capacity=256", "plan.packs_per_step=2", "train.steps=1", "train.eval_every=0"),
-    *("train.dtype=fp32", "train.compare_padding=false"),
+    *(
+        "plan.capacity=256",
+        "plan.packs_per_step=2",
+        "train.steps=1",
+        "train.eval_every=0",
+        "train.dtype=fp32",
+    ),
 ]
 NAMES = ["pack", "token", "rank", "plan", "loss", "step", "batch", "mask", "cost", "seed"]
 TURNS = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "pack"}]

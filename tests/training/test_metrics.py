@@ -19,7 +19,7 @@ from multipack.training.precision import (
     matmul_peak,
     resolve_dtype,
 )
-from multipack.training.run_config import compose, compose_run
+from multipack.training.run_config import compose
 from multipack.training.train import train
 
 CPU = torch.device("cpu")
@@ -106,13 +106,6 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
         unused_folder().mkdir(parents=True)
 
 
-def test_the_chosen_dtype_is_kept_on_resume(words, tmp_path):
-    automatic = [word for word in words if not word.startswith("train.dtype")]
-    out = f"out={tmp_path / 'run'}"
-    train(compose([*automatic, "train.dtype=auto", "train.steps=1", "train.eval_every=0", out]))
-    assert compose_run(["train.resume=true", out]).train.dtype == "fp32"
-
-
 def test_float32_is_exact_on_gpus_within_a_run():
     torch.set_float32_matmul_precision("high")
     try:
@@ -138,11 +131,8 @@ def test_known_gpus_are_not_measured(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA GB200", 2500e12),
-        ("NVIDIA B200", 2250e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA A10G", 70e12),
         ("AMD Instinct MI300X", 1307.4e12),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

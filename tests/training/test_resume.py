@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one, bit for bit: records, weights, states of the optimizer and of callbacks."""
+"""A resumed run is the uninterrupted one, bit for bit: records, weights, states of the optimizer."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def words(tmp_path, save_decoder):
 
 def tensors(out):
     source = load_checkpoint(RunDirectory(out).latest_checkpoint()).source
-    groups = ("model", "optimizer", "callbacks")
+    groups = ("model", "optimizer")
     return {f"{group}.{name}": value for group in groups for name, value in source.whole(group).items()}
 
 

@@ -5,10 +5,7 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,10 +23,8 @@ from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
 CALLBACKS = [
-    "train.ema_decay=0.9",
     "train.spike=skip",
     "train.patience=9",
-    "log.layer_norms=true",
     "log.gradient_noise=true",
     "optimizer.rules=[blocks.0.attention freeze, *norm* lr=2]",
 ]
@@ -38,9 +33,7 @@ CALLBACKS = [
 def _tensors(out):
     source = load_checkpoint(RunDirectory(out).latest_checkpoint()).source
     return {
-        f"{group}.{name}": t
-        for group in ("model", "optimizer", "callbacks")
-        for name, t in source.whole(group).items()
+        f"{group}.{name}": t for group in ("model", "optimizer") for name, t in source.whole(group).items()
     }
 
 
@@ -51,10 +44,11 @@ def _assert_equal(out, other, files):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files):
+def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files, changed):
     out = tmp_path / "run"
-    result = train(compose([*words, "train.compare_padding=true", f"out={out}"]))
+    result = train(compose(changed(words, "train.dtype=auto", f"out={out}")), compare_padding=True)
     printed = capsys.readouterr().out
+    assert compose_run(["train.resume=true", f"out={out}"]).train.dtype == "fp32"  # what auto chose
     found = files(out)
     assert (result.step, result.stopped_by) == (6, None)
     assert found.losses[-1] < found.losses[0] - 0.1
@@ -64,7 +58,8 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
     mean = sum(loss * count for loss, count in zip(found.losses, targets, strict=False)) / sum(targets)
     assert found.evaluations[1]["train_loss"] == pytest.approx(mean)
     assert found.evaluations[-1]["val_loss"] == result.val_loss
-    assert set(found.steps[0]) == set(LEGEND) - {"train_loss", "val_loss"}
+    others = {"train_loss", "val_loss", "dtc", "time_spread", "skipped", "gradient_noise"}
+    assert set(found.steps[0]) == set(LEGEND) - others
     for row in (
         "1 process on cpu",
         "attention loop",
@@ -72,7 +67,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
         "log.verbose=true prints more",
         "pad factor",
         "loss by step",
-        str(out / "metrics.jsonl"),
+        f"written: {out}, {out / 'checkpoints' / 'step-00000006'}",
         f"final validation loss {result.val_loss:.4f} (perplexity {math.exp(result.val_loss):.4g})",
     ):
         assert row in " ".join(printed.split()), row
@@ -91,28 +86,26 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, f
     assert RunDirectory(out).best_checkpoint().name == "step-00000006"
 
 
-def test_details_are_printed_on_request(words, tmp_path, capsys):
-    train(compose([*words, "train.steps=1", "log.verbose=true", f"out={tmp_path / 'run'}"]))
+def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, files, capsys):
+    words = [f"config={finished / 'config.yaml'}", f"out={tmp_path / 'again'}", "log.verbose=true"]
+    train(compose(words))
+    assert files(tmp_path / "again").untimed == files(finished).untimed
     printed = capsys.readouterr().out
     for text in (
         "corpus hash",
         "packing efficiency",
         "cost_spread ",
-        "\nstep=1 loss=",
-        "\nevaluation step=1 ",
+        "\nstep=2 loss=",
+        "\nevaluation step=3 ",
     ):
         assert text in printed, text
 
 
-def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, files):
-    train(compose([f"config={finished / 'config.yaml'}", f"out={tmp_path / 'again'}"]))
-    assert files(tmp_path / "again").untimed == files(finished).untimed
-
-
 def test_a_longer_run_with_every_callback_is_the_one_that_was_planned_so(words, tmp_path, files, changed):
-    """Bit for bit; test_resume.py asks the same of every kind of run."""
+    """Bit for bit, across the end of an epoch; test_resume.py asks the same of every kind of run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = ["train.steps=3", "train.eval_every=2", "model.dropout=0.1", "plan.window=2", *CALLBACKS]
+    more = ["train.steps=3", "train.eval_every=2", "model.dropout=0.1", *CALLBACKS]
+    more += ["plan.capacity=1024", "plan.packs_per_step=4"]
     long = changed(words, *more)
     train(compose([*long, f"out={whole}"]))
     train(compose(changed(long, "train.steps=2", "optimizer.decay_steps=3", f"out={parts}")))
@@ -122,11 +115,8 @@ def test_a_longer_run_with_every_callback_is_the_one_that_was_planned_so(words, 
     train(compose_run([f"out={parts}", "train.resume=true", "train.steps=3"]))
     _assert_equal(parts, whole, files)
     assert (parts / "samples.txt").read_text() == (whole / "samples.txt").read_text()
-    first, last = files(whole).steps[0], files(whole).evaluations[-1]
-    assert last["val_loss_ema"] != last["val_loss"]
-    squares = sum(value**2 for name, value in first.items() if name.startswith("grad_norm/"))
-    assert squares**0.5 == pytest.approx(first["grad_norm"], rel=1e-4)
-    assert not any(name.startswith("callbacks.average.blocks.0.attention.") for name in _tensors(whole))
+    epochs = [json.loads(line)["epoch"] for line in (whole / "documents.jsonl").read_text().splitlines()]
+    assert epochs[0] < epochs[-1]
 
 
 def test_a_run_on_files_is_that_in_memory_and_resumes(words, tmp_path, files, changed, capsys):
@@ -144,48 +134,6 @@ def test_a_run_on_files_is_that_in_memory_and_resumes(words, tmp_path, files, ch
     train(compose_run([f"out={tmp_path / 'parts'}", "train.resume=true", "train.steps=2"]))
     assert files(tmp_path / "parts").losses == pytest.approx(files(tmp_path / "plain").losses, rel=1e-6)
     assert not list(drive.iterdir())
-
-
-def test_resuming_continues_across_epochs(words, tmp_path, files, changed):
-    whole = tmp_path / "whole"
-    more = [
-        "plan.capacity=1024",
-        "plan.packs_per_step=4",
-        "train.steps=3",
-        "train.eval_every=0",
-        "train.checkpoint_every=1",
-    ]
-    train(compose(changed(words, *more, "train.keep_checkpoints=0", f"out={whole}")))
-    losses = files(whole).losses
-    epochs = [json.loads(line)["epoch"] for line in (whole / "documents.jsonl").read_text().splitlines()]
-    assert epochs[0] < epochs[-1]
-    train(compose_run([f"train.resume={whole / 'checkpoints' / 'step-00000001'}"]))
-    assert files(whole).losses == losses
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_as_if_it_had_not_been(finished, words, tmp_path, files, changed):
-    out = tmp_path / "killed"
-    program = [sys.executable, "-m", "multipack", "train", *changed(words, "log.every=1"), f"out={out}"]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            process.send_signal(signal.SIGKILL)
-            break
-    process.stdout.read()
-    process.stdout.close()
-    assert process.wait() == -signal.SIGKILL
-    assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step == 3
-    train(compose_run([f"out={out}", "train.resume=true"]))
-    _assert_equal(out, finished, files)
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(finished, tmp_path, files):
-    before = files(finished).untimed
-    shutil.rmtree(finished / "checkpoints")
-    (finished / "checkpoints").mkdir()
-    train(compose_run([f"out={finished}", "train.resume=true"]))
-    assert files(finished).untimed == before
 
 
 def test_a_signal_before_an_evaluation_loses_no_evaluation(
@@ -276,15 +224,8 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(finished, tmp_path
     other = tmp_path / "other.jsonl"
     other.write_text(corpus_path.read_text().replace("pack", "hack"))
     before = (finished / "metrics.jsonl").read_bytes()
-    for word, message in (
-        ("plan.capacity=512", r"plan\.capacity was 256"),
-        ("model.layers=3", r"model\.layers was 1"),
-        ("model=small", r"model\.layers was 1"),
-        ("plan.packs_per_step=4", r"plan\.packs_per_step was"),
-        (f"data.path={other}", "trained with other documents"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train(compose_run([f"out={finished}", "train.resume=true", "train.steps=9", word]))
+    with pytest.raises(ValueError, match="trained with other documents"):
+        train(compose_run([f"out={finished}", "train.resume=true", "train.steps=9", f"data.path={other}"]))
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
@@ -298,7 +239,7 @@ def test_illegal_settings_fail_before_anything_is_written(words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("limit", "packs"), [(0, 14), (1, 2), (4, 4), (5, 6)])
+@pytest.mark.parametrize(("limit", "packs"), [(0, 14), (5, 6)])
 def test_eval_packs_limits_evaluations(trainer, limit, packs):
     """To the first packs, in whole steps of two."""
     run, seen = trainer("data.validation=0.5", f"train.eval_packs={limit}"), []
@@ -333,17 +274,13 @@ def test_gpt2_trains_in_bf16_with_muon(words, tmp_path, files, changed):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words, tmp_path, changed):
-    out = tmp_path / "run"
-    keep = ["train.checkpoint_every=1", "train.keep_checkpoints=0", "train.eval_every=0"]
-    train(compose(changed(words, "train.steps=3", *keep, f"out={out}")))
-    older = out / "checkpoints" / "step-00000001"
-    train(compose_run([f"train.resume={older}", "optimizer.lr=1e-4", "train.steps=2"]))
-    latest, metrics = (out / "checkpoints" / "latest").read_text(), (out / "metrics.jsonl").read_bytes()
+def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(finished):
+    metrics, latest = finished / "metrics.jsonl", finished / "checkpoints" / "latest"
+    metrics.write_bytes(metrics.read_bytes().replace(b'"step": 2', b'"step": 9'))
+    before = metrics.read_bytes(), latest.read_bytes()
     with pytest.raises(ValueError, match="does not begin with what this checkpoint"):
-        train(compose_run([f"train.resume={out / 'checkpoints' / 'step-00000003'}"]))
-    assert (out / "checkpoints" / "latest").read_text() == latest
-    assert (out / "metrics.jsonl").read_bytes() == metrics
+        train(compose_run([f"train.resume={finished / 'checkpoints' / 'step-00000003'}"]))
+    assert (metrics.read_bytes(), latest.read_bytes()) == before
 
 
 @pytest.fixture

@@ -30,16 +30,14 @@ def model():
 
 @pytest.fixture
 def run(tmp_path, model):
-    """A run with two checkpoints: the first was the best, the second has a moving average."""
+    """A run with two checkpoints: the first was the best."""
     run = RunDirectory(tmp_path / "run")
     values = config_yaml(compose([f"model.{name}={value}" for name, value in SHAPE.to_dict().items()]))
     run.create(values)
     files = {"config.yaml": values, "tokenizer.json": byte_tokenizer().to_json()}
     for step, factor in ((4, 1.0), (8, 2.0)):
         state = {name: tensor.detach() * factor for name, tensor in model.named_parameters()}
-        averages = {f"average.{name}": tensor / 4 for name, tensor in state.items() if "norm" not in name}
-        tensors = {"model": state, "callbacks": averages if step == 8 else {}}
-        CheckpointWriter(run, World(), 0).save(step, tensors, {}, files, best=step == 4)
+        CheckpointWriter(run, World(), 0).save(step, {"model": state}, {}, files, best=step == 4)
     return run
 
 
@@ -60,8 +58,8 @@ def initial(model):
 
 
 def same(found, model, factor):
-    """Whether weights are the model's times a factor by name."""
-    return all(torch.equal(found.read(name), own * factor(name)) for name, own in model.state_dict().items())
+    """Whether weights are the model's times a factor."""
+    return all(torch.equal(found.read(name), own * factor) for name, own in model.state_dict().items())
 
 
 def test_weights_of_a_run(run, model):
@@ -69,21 +67,18 @@ def test_weights_of_a_run(run, model):
     assert latest.shape == trained_shape(run.path) == SHAPE
     assert (latest.folder, latest.step) == (run.checkpoints / "step-00000008", 8)
     assert latest.tokenizer.hash == byte_tokenizer().hash
-    assert same(latest, model, lambda name: 2)
+    assert same(latest, model, 2)
     assert list(latest.state()) == list(model.state_dict())
     best = find_weights(run.path, "best")
     assert best.step == find_weights(run.checkpoints / "step-00000004").step == 4
-    assert same(best, model, lambda name: 1)
-    # Frozen weights have no average; they are those of the checkpoint.
-    average = find_weights(run.path, "ema")
-    assert same(average, model, lambda name: 2 if "norm" in name else 0.5)
+    assert same(best, model, 1)
 
 
 def test_weights_of_a_hugging_face_folder(export, model):
     found = find_weights(export)
     assert found.shape == trained_shape(export) == replace(SHAPE, head_dim=8)
     assert found.tokenizer is None
-    assert same(found, model, lambda name: 1)
+    assert same(found, model, 1)
     byte_tokenizer().save(export / "tokenizer.json")
     assert find_weights(export).tokenizer.vocabulary_size == 257
 
@@ -93,8 +88,7 @@ def test_missing_and_damaged_weights_are_refused(run, export, tmp_path):
     refusals = [
         (FileNotFoundError, tmp_path / "nowhere", "latest", "is not there"),
         (FileNotFoundError, tmp_path, "latest", "neither a run directory"),
-        (ValueError, export, "ema", "is an export, which has no ema weights"),
-        (ValueError, first, "ema", r"no moving average .* train\.ema_decay"),
+        (ValueError, export, "best", "is an export, which has no best weights"),
         (ValueError, first, "best", "is one checkpoint; for the best one"),
     ]
     for error, path, weights, message in refusals:

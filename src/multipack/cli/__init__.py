@@ -9,12 +9,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+import multipack
 from multipack.cli.advise_command import advise
-from multipack.cli.bench_command import collectives
 from multipack.cli.command_options import add_commands, fail, option
 from multipack.cli.import_command import import_config
 from multipack.cli.launch_commands import doctor, launch, submit
-from multipack.cli.model_commands import evaluate, export, generate, version
+from multipack.cli.model_commands import evaluate, export, generate
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.probe_command import probe
 from multipack.cli.recipe_command import recipe
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        version()
+        typer.echo(multipack.__version__)
         raise typer.Exit
 
 
@@ -50,10 +50,7 @@ def _options(
 
 
 add_commands(app, train, config, prepare, plan, pack, evaluate, generate, export)
-add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor, version)
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-add_commands(bench, collectives)
-app.add_typer(bench, name="bench")
+add_commands(app, report, audit, watch, advise, probe, launch, submit, doctor)
 app.add_typer(recipe, name="recipe")
 add_commands(app, import_config)
 

@@ -38,10 +38,8 @@ def advise(
       multipack advise model=path/config.json devices=8 dtype=fp32 --json
 
     Prints the reasons and the training command. Nothing is started and no device
-    is needed: bytes follow from the model's widths. With lengths=FILE (.npy, or a
-    token store) the balance of context ranks is measured on packs of its
-    documents. Assumed speeds (teraflops, host_bandwidth, network_bandwidth) only
-    rank candidates.
+    is needed: bytes follow from the model's widths. Assumed speeds (teraflops,
+    host_bandwidth, network_bandwidth) only rank candidates.
     `multipack advise --settings` lists all settings.
     """
     from multipack.launch.advise import advise as find_advice
@@ -61,7 +59,6 @@ def _show(console: Console, advice: Advice) -> None:
     from multipack.launch.advise import model_words
     from multipack.launch.held import model_parameters
     from multipack.reports.console import wrapped
-    from multipack.reports.summary import context_table
 
     request, (flops, inside, outside) = advice.request, advice.request.speeds
     hosts = request.devices // request.devices_per_host
@@ -86,10 +83,6 @@ def _show(console: Console, advice: Advice) -> None:
     console.section("decision path", path)
     title = "GiB on a device, and sent in a step (→ recommended, × does not fit)"
     console.table(title, COLUMNS, [_cells(row, row == advice.chosen) for row in advice.rows])
-    ranks, methods = advice.context
-    if methods:
-        source = request.lengths or f"documents of {request.document_tokens:,} tokens"
-        console.table(f"context={ranks} on packs of {source}", *context_table(methods))
     if advice.chosen is None:
         console.line("\nnothing fits: try more devices, a smaller capacity, or a smaller model", style="bold")
         return

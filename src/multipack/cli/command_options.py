@@ -26,14 +26,14 @@ def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
         app.command(help=text.replace("Examples:", "\b\nExamples:"))(command)
 
 
-def argument(name: str, text: str) -> Any:
+def argument(name: str, text: str, **more: Any) -> Any:
     """Return a positional argument whose default is not shown in the help text."""
-    return typer.Argument(metavar=name, help=text, show_default=False)
+    return typer.Argument(metavar=name, help=text, show_default=False, **more)
 
 
 def settings_argument(name: str, text: str) -> Any:
     """Return the argument `words`; it is eager, because the option --settings searches for its words."""
-    return typer.Argument(metavar=name, help=text, show_default=False, is_eager=True)
+    return argument(name, text, is_eager=True)
 
 
 Words = Annotated[
@@ -79,14 +79,10 @@ def option(text: str, *names: str, **more: Any) -> Any:
 
 
 def settings_option(schema: str, *names: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass.
+    """Return the option --settings, which prints the fields of a dataclass whose names begin with `names`.
 
-    Words after it choose the settings with one of them in their names or meanings.
-
-    Args:
-        schema: name of the dataclass, which is imported only when the option is used.
-        names: beginnings of the names of fields to print; empty = all fields.
-        module: module of the dataclass.
+    Words after it choose the settings with one of them in their names or meanings. `schema` and `module` are names:
+    they are imported only when the option is used.
     """
 
     def show(context: typer.Context, value: bool) -> None:

@@ -14,20 +14,13 @@ import typer
 from multipack.cli.command_options import Json, argument, nearest, option, print_json
 
 Command = Annotated[list[str] | None, argument("-- COMMAND …", "A multipack command: train model=gpt2 …")]
-Restarts = Annotated[
-    int, option("Restarts after a process died; needs train.resume=auto out=RUN_DIR.", "--max-restarts")
-]
 
 
-def _check_words(context: typer.Context, words: Sequence[str], max_restarts: int) -> None:
-    """Check the name of the command, and that it resumes its run after a restart."""
-    from multipack.launch.launcher import check_restarts
-
+def _check_command(context: typer.Context, words: Sequence[str]) -> None:
+    """Check the name of the command."""
     commands: Any = context.find_root().command
     if words and words[0] not in commands.commands:
         raise ValueError(f"`multipack {words[0]}` is not a command{nearest(words[0], commands.commands)}")
-    if words:
-        check_restarts(words, max_restarts)
 
 
 def _check_run(words: Sequence[str], processes: int) -> None:
@@ -48,7 +41,6 @@ def launch(
     hostfile: Annotated[str, option("File of hosts: HOST, or HOST slots=N, one per line.")] = "",
     launcher: Annotated[str, typer.Option(help="auto, torchrun, srun, mpiexec or mpirun.")] = "auto",
     cores: Annotated[int, option("CPU cores per process.")] = 0,
-    max_restarts: Restarts = 0,
     address: Annotated[str, option("Address of rank 0; default: the first host.")] = "",
     port: Annotated[int, option("Rendezvous port.")] = 0,
     node_rank: Annotated[int, option("Index of this host, if launch runs on each host.")] = -1,
@@ -61,7 +53,7 @@ def launch(
       multipack launch -n 4 -- train model=small
       multipack launch -n 8 --ppn 4 --dry-run -- train plan.packs_per_step=16
       multipack launch -n 8 -- train parallel.data=zero3 parallel.tensor=2
-      multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
+      multipack launch -n 4 --flags "--max-restarts 3" -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
     By srun in Slurm, mpiexec in PBS, torchrun elsewhere. The hosts come from the
@@ -70,7 +62,7 @@ def launch(
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
 
-    _check_words(context, words or [], max_restarts)
+    _check_command(context, words or [])
     # The options have the names of the request's fields.
     options = context.params | {"words": words or [], "flags": shlex.split(flags)}
     for name in ("hostfile", "dry_run"):
@@ -91,7 +83,6 @@ def submit(
     name: Annotated[str, typer.Option(help="Name of the job.")] = "multipack",
     gpus: Annotated[int, option("GPUs per host.")] = 0,
     cores: Annotated[int, option("CPU cores per process.")] = 0,
-    max_restarts: Restarts = 0,
     directives: Annotated[
         list[str] | None, option("Additional scheduler option; repeatable.", "--directive")
     ] = None,
@@ -106,7 +97,7 @@ def submit(
     """
     from multipack.launch.submit import SubmitRequest, batch_script, write_script
 
-    _check_words(context, words or [], max_restarts)
+    _check_command(context, words or [])
     _check_run(words or [], nodes * processes_per_node)
     # The options have the names of the request's fields.
     options = context.params | {"words": words or [], "directives": directives or []}

@@ -1,4 +1,4 @@
-"""Commands on trained models: evaluate, generate, export; and version."""
+"""Commands on trained models: evaluate, generate, export."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import typer
 
 from multipack.cli.command_options import Json, Words, argument, print_json, settings_option
 
-WhichWeights = Annotated[
-    str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
-]
+WhichWeights = Annotated[str, typer.Option(help="latest or best (lowest validation loss).")]
 
 
 def evaluate(
@@ -115,8 +113,8 @@ def export(
       multipack export runs/a exported
       multipack export runs/a exported --weights best --dtype bf16
 
-    best needs a validation, ema needs train.ema_decay. Of a run with adapters
-    the folder is peft's adapter, or with --merge the whole model.
+    best needs a validation. Of a run with adapters the folder is peft's
+    adapter, or with --merge the whole model.
     """
     from multipack.reports.console import Console
     from multipack.training.export import export as write
@@ -129,10 +127,3 @@ def export(
     console.line(
         f"\nto load it:\n{loading_code(made)}\n\nto publish it:\n  hf upload OWNER/NAME {shlex.quote(str(made))}"
     )
-
-
-def version() -> None:
-    """Print the version."""
-    import multipack
-
-    typer.echo(multipack.__version__)

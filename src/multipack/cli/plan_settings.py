@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,14 @@ from multipack.training.run_config import (
     saved_shape,
 )
 from multipack.words import ConfigError, given_values, merge, split
+
+SHORT = {"seed": "train.seed", "context": "parallel.context", "padded_batch_size": "train.padded_batch_size"}
+"""Short names of settings of a run, of which the report makes much."""
+
+
+def plan_names(key: str, value: Any) -> tuple[str, Any]:
+    """Translate a name and a value of `multipack plan`, which may be short or another tool's."""
+    return translate(SHORT.get(key, key), value)
 
 
 @dataclass(frozen=True)
@@ -44,18 +52,10 @@ class PlanCommand(Config):
     model: CostedModel = field(default_factory=lambda: CostedModel(**SHAPES["llama-8b"].to_dict()))
     world_size: Positive = 1
     """Data-parallel ranks of the report."""
-    context: Positive = 1
-    """Context ranks, which divide each pack: above 1, the report compares how even a ring, Ulysses and planned are."""
     sync: Sync = "micro"
     """Sync points: every micro-batch (`micro`: FSDP; `pipeline`), or once per `step` (DDP)."""
-    seed: int = 0
-    """Random seed of the order of documents."""
     epoch: Count = 0
     """Index of the epoch, from 0."""
-    sample: Count = 1000
-    """Maximum number of evenly spaced steps in the report; 0 = all steps."""
-    padded_batch_size: Positive = 8
-    """Documents per batch of the padded training to compare with."""
 
     def __post_init__(self) -> None:
         """Check ranges and combinations."""
@@ -96,8 +96,6 @@ class PackCommand:
     """Algorithm; `fewest` searches for the minimum number of packs, and for a proof of it."""
     time_budget: float = 10.0
     """CPU seconds after which `fewest` returns its best packs and lower bound."""
-    histogram: bool = False
-    """The file counts documents by length: entry i is the number of documents of i + 1 tokens."""
     out: str = ""
     """File for the packs (.npz: order, offsets, lower_bound, capacity); empty = no file."""
 
@@ -113,7 +111,7 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
     """The file of lengths to plan, the settings, and the shell command that trains with this plan.
 
     Without a file (None) the documents of `data` or of a path are planned. `words` are words of `multipack train` and
-    of the report: `seed` stands for `train.seed`, `context` for `parallel.context`.
+    of the report, see `plan_names`.
 
     Raises:
         ConfigError: a word is invalid, or no word names documents to plan.
@@ -127,11 +125,11 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
     source = source_of(paths[0]) if paths else ""
     if source:
         settings = [f"data={source}", f"data.path={paths[0]}", *settings]
-    given = given_values(settings, translate)
+    given = given_values(settings, plan_names)
     groups = {key.partition(".")[0] for key in given}
     start = str(given.get("train.init_from", ""))
     base = {"model": _shape_values(start)} if start and "model" not in groups else {}
-    command = merge(PlanCommand, settings, base, translate)
+    command = merge(PlanCommand, settings, base, plan_names)
     check_adapter_words(settings, command.adapter)
     resolve_weights(command)
     if paths and not source and groups & {"data", "tokenizer"}:
@@ -143,12 +141,8 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
             "there is nothing to plan: give a .npy file of lengths, a token store, a file of documents, or data=…"
             " data.path=… as in training"
         )
-    if "sync" not in given and "parallel" in groups:
+    if "sync" not in given and given.keys() & {"parallel", "parallel.data", "parallel.pipeline"}:
         command.sync = command.parallel.sync
-    if "seed" not in given:
-        command.seed = command.train.seed
-    if "context" not in given:
-        command.context = command.parallel.context
     file = Path(paths[0]) if paths and not source else None
     return file, command, _training_command(["data=…", *settings] if file else settings, command)
 
@@ -168,19 +162,11 @@ def _shape_values(path: str) -> dict[str, Any]:
 def _training_command(settings: Sequence[str], command: PlanCommand) -> str:
     """The shell command that trains with a plan's settings, without the decoder whose cost is planned."""
     known = {each.name for each in fields(Config)} - {"model"} | {"config"}
-    pairs = [translate(*split(word)) for word in settings]
+    given = [plan_names(*split(word)) for word in settings]
     words = [
-        f"{key}={value}"
-        for key, value in pairs
-        if key.partition(".")[0] in known or key in ("model.attention", "model.kernels")
+        f"{key}={value}" for key, value in given if key.partition(".")[0] in known or key == "model.attention"
     ]
-    given = dict(pairs)
-    words += [] if "plan.capacity" in given else [f"plan.capacity={command.plan.capacity}"]
-    if "seed" in given:
-        words = [word for word in words if not word.startswith("train.seed=")]
-        words += [f"train.seed={command.seed}"] if command.seed > 0 else []
-    if "context" in given and "parallel.context" not in given:
-        words += [f"parallel.context={command.context}"] if command.context > 1 else []
-    processes = command.world_size * replace(command.parallel, context=command.context).model_ranks
+    words += [] if "plan.capacity" in dict(given) else [f"plan.capacity={command.plan.capacity}"]
+    processes = command.world_size * command.parallel.model_ranks
     launch = "" if processes == 1 else f"launch -n {processes} -- "
     return f"multipack {launch}train {' '.join(words)}"

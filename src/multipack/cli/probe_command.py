@@ -13,13 +13,12 @@ from multipack.cli.command_options import Json, argument, print_json
 def probe(
     model: Annotated[
         str,
-        argument(
-            "MODEL", "A run, an export, a Hugging Face folder or cached name, a preset, an architecture."
-        ),
+        argument("MODEL", "A run, an export, a Hugging Face folder or cached name, an architecture."),
     ],
     attention: Annotated[str, typer.Option(help="Attention of transformers: eager, sdpa, multipack …")] = "",
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Probe a tiny model of the same architecture, with random weights.")
+        bool,
+        typer.Option("--tiny", help="Probe a tiny model of transformers' architecture, with random weights."),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or another torch device.")] = "cpu",
     as_json: Json = False,
@@ -56,39 +55,15 @@ def probe(
 
 def _load(source: str, attention: str | None, tiny: bool) -> tuple[Any, str]:
     """The model, and its description."""
+    from multipack.models.huggingface import build_decoder
     from multipack.models.tiny_models import load_causal_model
     from multipack.run import is_export
-    from multipack.shapes import SHAPES
-
-    random, path = f"{source}, tiny, random weights", Path(source)
-    if source in SHAPES:
-        return _tiny_decoder(SHAPES[source]), random
-    if not path.exists() or is_export(path):
-        return load_causal_model(source, attention, tiny)
-    from multipack.models.huggingface import build_decoder
     from multipack.training.weights import find_weights
 
+    path = Path(source)
+    if not path.exists() or is_export(path):
+        return load_causal_model(source, attention, tiny)
+    if attention or tiny:
+        raise ValueError(f"--attention and --tiny are for models of transformers, and {source} is a run")
     trained = find_weights(path)
-    if tiny:
-        return _tiny_decoder(trained.shape), random
     return build_decoder(trained.shape, trained.state()), f"{source}, Decoder"
-
-
-def _tiny_decoder(shape: Any) -> Any:
-    from dataclasses import replace
-
-    from multipack.models.decoder import Decoder
-
-    groups = 2 if shape.kv_heads not in (0, shape.heads) else 0
-    small = replace(
-        shape,
-        layers=2,
-        heads=4,
-        kv_heads=groups,
-        d_model=32,
-        d_ff=48,
-        dense_layers=0,
-        head_dim=8,
-        vocabulary_size=256,
-    )
-    return Decoder(small)

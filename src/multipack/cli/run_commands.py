@@ -14,9 +14,7 @@ Runs = Annotated[list[Path], argument("RUN…", "Run directories.")]
 
 def report(
     runs: Runs,
-    output: Annotated[
-        Path | None, option("FILE.html for a page, FILE.md for Markdown; default: text.", "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, option("FILE.html: a page; default: text.", "--output", "-o")] = None,
 ) -> None:
     """Report on runs: curves, speed, padding, samples, settings.
 
@@ -25,28 +23,25 @@ def report(
     Examples:
       multipack report runs/a
       multipack report runs/a runs/b --output compared.html
-      multipack report runs/a --output summary.md
     """
     from multipack.atomic import write_atomically
     from multipack.reports.console import Console
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import (
         check_records,
         differences,
         loss_curve,
-        markdown,
         run_names,
         run_page,
         summary_rows,
     )
 
-    if output is not None and output.suffix not in (".html", ".md"):
-        raise ValueError(f"--output {output} must end with .html (a page) or .md (Markdown)")
-    found = [read_run(path) for path in runs]
+    if output is not None and output.suffix != ".html":
+        raise ValueError(f"--output {output} must end with .html: it is a page")
+    found = [RunData(path) for path in runs]
     check_records(found)
     if output is not None:
-        content = run_page(found) if output.suffix == ".html" else markdown(found).encode()
-        write_atomically(output, content)
+        write_atomically(output, run_page(found))
         print(f"written: {output}", file=sys.stderr)
         return
     console = Console()

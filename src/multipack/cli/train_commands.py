@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def train(words: Words = None, settings: Settings = False) -> None:
     """Train a decoder without padding.
 
-    Without settings: a small Llama-style model on Python's standard library.
+    Without settings: a small Llama-style model on Python's standard library,
+    and then what padding would have cost.
 
     Examples:
       multipack train
@@ -39,7 +40,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     from multipack.training.train import train as run
 
     try:
-        result = run(composed)
+        result = run(composed, compare_padding=composed.data.source == "stdlib")
     except RunStopped as error:
         fail(error, 3)
     if result.stopped_by is not None:
@@ -106,7 +107,7 @@ def prepare(
             print_json({"folder": str(path), "is_complete": False})
         return
     found = CorpusReport(path)
-    shown, fit = _shown(path, composed, show) if show else ([], "")
+    shown, fit, missing = _fitted(path, composed, show) if show or report is None else ([], "", "")
     if as_json:
         more = {"shown": [each._asdict() for each in shown]} if show else {}
         print_json({"folder": str(path), **found.to_dict(), **more})
@@ -114,20 +115,15 @@ def prepare(
     _print_shown(console, shown)
     print_store(console, path, found, fit)
     if report is None:
-        fitting, why = _fitting(path, composed)
-        command = shlex.join(["multipack", "train", *_training_words(words or [], store), *fitting])
-        console.line(f"\nto train on it{why}:\n  {command}")
+        training = [*_training_words(words or [], store), *([missing] if missing else [])]
+        command = shlex.join(["multipack", "train", *training])
+        console.line(f"\nto train on it:\n  {command}")
 
 
 def _tokenize(words: list[str], config: Config, console: Console, store: Path | None, **options: Any) -> Path:
     """Write the stores of training and validation documents; return the folder of the first.
 
-    Args:
-        words: words of the command, of which `config` is composed.
-        config: the settings.
-        console: prints progress.
-        store: folder of the store; None = in the cache.
-        options: shards, part and engine of `multipack.data.stores.prepare.prepare`.
+    `config` is composed of `words`, and `options` are those of `multipack.data.stores.prepare.prepare`.
     """
     from multipack.data.stores.prepare import prepare as run
     from multipack.data.text.tokenizer import TokenizerConfig
@@ -172,38 +168,28 @@ def _training_words(words: list[str], store: Path | None) -> list[str]:
     return ["data=store", f"data.path={store}", *kept]
 
 
-def _fitting(path: Path, config: Config) -> tuple[list[str], str]:
-    """Words that a run needs for documents of a store that are too long, and the reason."""
-    from multipack.data.stores.store import TokenStore
-    from multipack.data.views.documents import Documents
+def _fitted(path: Path, config: Config, count: int) -> tuple[list[Shown], str, str]:
+    """The first `count` documents of a store as a run trains on them, and what is said of too long ones.
 
-    data, limit, store = config.data, config.document_limit, TokenStore(path)
-    policy = store.header.overlong if data.overlong == "auto" else data.overlong
-    lengths = Documents.whole(store, data.train_on_prompt).lengths
-    longer = int((lengths > limit).sum()) if policy == "error" and store.header.split_by == "document" else 0
-    if not longer:
-        return [], ""
-    cut = "drop" if store.header.pairs else "truncate"
-    why = f" ({counted(longer, 'documents')} of more than {limit:,} tokens, the longest of {int(lengths.max()):,})"
-    return [f"data.overlong={cut}"], why
-
-
-def _shown(path: Path, config: Config, count: int) -> tuple[list[Shown], str]:
-    """The first documents of a store as they are trained, and the policy for too long ones."""
+    The last text is the setting that the run lacks for them; it is empty where it lacks none.
+    """
     from multipack.data.stores.store import TokenStore
     from multipack.data.views.documents import Documents
     from multipack.data.views.shown import show
 
-    data, limit = config.data, config.document_limit
-    store = TokenStore(path)
+    data, limit, store = config.data, config.document_limit, TokenStore(path)
     documents = Documents.whole(store, data.train_on_prompt)
     if store.header.split_by == "position":
         documents = documents.cut(data.block_size or limit)
-    longer = int((documents.lengths > limit).sum())
     policy = store.header.overlong if data.overlong == "auto" else data.overlong
+    longer, missing = int((documents.lengths > limit).sum()), ""
     if longer and policy == "error":
-        fit = f"{counted(longer, 'documents')} of more than {limit:,} tokens: set data.overlong, or raise plan.capacity"
+        longest = int(documents.lengths.max())
+        fit = f"{counted(longer, 'documents')} of more than {limit:,} tokens, the longest of {longest:,}:"
+        fit += " set data.overlong, or raise plan.capacity"
+        missing = f"data.overlong={'drop' if store.header.pairs else 'truncate'}"
     else:
         documents, report = documents.fit(limit, policy, data.overlap, data.repeat_prompt)
         fit = report.describe()
-    return [each for index in range(min(count, len(documents))) for each in show(documents, index)], fit
+    shown = [each for index in range(min(count, len(documents))) for each in show(documents, index)]
+    return shown, fit, missing

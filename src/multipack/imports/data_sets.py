@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multipack.data.text.alpaca import STYLES
 from multipack.data.text.data_config import BUILT_IN_TEMPLATES
 from multipack.data.text.records import ROLES, SHAREGPT_ROLES
 from multipack.imports.outcome import NotHonored
+from multipack.training.other_names import by_name
+from multipack.words import as_text
 
 Entry = Mapping[str, Any]
 Settings = dict[str, Any]
@@ -25,36 +26,23 @@ _READ = frozenset(_KEYS.split())
 """Keys of a data set that are read, or have no effect on its documents."""
 _MAPPED = {"role": ("role", "from"), "content": ("content", "value")}
 """Property of a message → its names in records."""
-FAMILY_TEMPLATES: dict[str, tuple[str, ...]] = {
-    "gemma": ("gemma", "gemma2"),
-    "gemma3": ("gemma3_text",),
-    "gemma3n": ("gemma3n",),
-    "gemma4": ("gemma4",),
-    "gemma4_unified": ("gemma4_unified",),
-    "qwen_25": ("qwen2",),
-    "qwen3": ("qwen3", "qwen3_moe"),
-    "qwen3_5": ("qwen3_5", "qwen3_5_moe"),
-    "phi_3": ("phi3",),
-    "phi_35": ("phi3",),
-    "phi_4": ("phi3",),
-    "cohere": ("cohere", "cohere2"),
-    "command_a": ("cohere2",),
-    "deepseek_v2": ("deepseek_v2",),
-    "llama3": ("llama",),
-    "llama4": ("llama4",),
-    "jamba": ("jamba",),
-    "falcon_h1": ("falcon_h1",),
-    "mistral_v7_tekken": ("mistral", "ministral3"),
-}
-"""Template of Axolotl → types of models whose tokenizers come with it."""
+FAMILY_TEMPLATES = by_name(
+    {
+        "gemma": ("gemma2",),
+        "gemma3": ("gemma3_text",),
+        "qwen_25": ("qwen2",),
+        "qwen3": ("qwen3_moe",),
+        "qwen3_5": ("qwen3_5_moe",),
+        "phi_3 phi_35 phi_4": ("phi3",),
+        "cohere command_a": ("cohere2",),
+        "llama3": ("llama",),
+        "mistral_v7_tekken": ("mistral", "ministral3"),
+    }
+)
+"""Template of Axolotl → types of models, beside one of the same name, whose tokenizers come with it."""
 _WITHOUT_TEMPLATE = ("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-4-26b-a4b")
 """Models of these families whose tokenizers have no template, because they are not tuned for chats."""
-_PAIRS = {
-    "prompt_pairs": "prompt",
-    "ultra": "prompt",
-    "intel": "question",
-    "icr": "input",
-}
+_PAIRS = by_name({"prompt_pairs ultra": "prompt", "intel": "question", "icr": "input"})
 """Kind of preference records in Axolotl, as in chatml.intel → the field of the prompt."""
 
 
@@ -81,9 +69,7 @@ def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Setting
     late = ("overlong", "train_on_prompt")  # settings of a run, not of a store
     for number, each in enumerate(found, 1):
         stores.append(f"{number}-{Path(str(each['path'])).stem}.store")
-        given = {name: value for name, value in each.items() if name not in late}
-        texts = {name: f"[{','.join(v)}]" if isinstance(v, list) else str(v) for name, v in given.items()}
-        words = [f"data.{name}={text}" for name, text in texts.items()]
+        words = [f"data.{name}={as_text(value)}" for name, value in each.items() if name not in late]
         commands.append(shlex.join(["multipack", "prepare", *words, *tokenizer, "--store", stores[-1]]))
     if len({each.get("overlong") for each in found}) > 1:
         raise NotHonored("documents of one data set are cut and those of another dropped where they are long")
@@ -100,7 +86,7 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     form = given.get("type", "pretrain" if "text_column" in given else "")
     if not isinstance(form, str):
         raise NotHonored("prompts in a format of one's own: write `prompt` and `completion` into the records")
-    # NAME, NAME:VARIANT (completion:FIELD, alpaca:STYLE) or NAME.DETAIL (chatml.intel)
+    # NAME, NAME:VARIANT (completion:FIELD) or NAME.DETAIL (chatml.intel)
     name, _, variant = form.partition(":")
     name, _, detail = name.partition(".")
     if keys.get("rl") or keys.get("reward_model"):
@@ -108,8 +94,6 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     variants: Settings = {}
     if name == "completion" and variant:
         variants = {"fields": [variant]}
-    elif name == "alpaca" and variant in STYLES:
-        variants = {"alpaca_prompt": variant}
     if name not in FORMS or (variant and not variants) or (detail and name == "alpaca"):
         raise NotHonored(f"type: {form or 'none'} has no equivalent in data.format")
     return settings | FORMS[name](given, keys, kind) | variants
@@ -151,8 +135,7 @@ def _completion(given: Entry, keys: Entry, kind: str) -> Settings:
 
 
 def _chat(given: Entry, keys: Entry, kind: str) -> Settings:
-    default = "conversations" if str(given.get("type")).startswith("sharegpt") else "messages"
-    fields = [str(given.get("field_messages", default))]
+    fields = [str(given.get("field_messages", "messages"))]
     if given.get("field_tools", "tools") != "tools":
         fields.append(str(given["field_tools"]))
     _check_messages(given, keys)
@@ -185,34 +168,24 @@ def _check_messages(given: Entry, keys: Entry) -> None:
             f"train_on_eos={eos}: the token that ends an answer is a target, those of other turns are not"
         )
     thinking = given.get("field_thinking", "reasoning_content")
-    if given.get("template_thinking_key", thinking) != thinking:
-        raise NotHonored(
-            f"field_thinking={thinking}: rename it in the records to {given['template_thinking_key']}"
-        )
+    if (wanted := given.get("template_thinking_key", thinking)) != thinking:
+        raise NotHonored(f"field_thinking={thinking}: rename it in the records to {wanted}")
 
 
 def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: str) -> Settings:
     """Preference pairs, or for KTO labeled answers."""
     if given.get("drop_system_message"):
         raise NotHonored("drop_system_message has no equivalent with preferences")
-    found: Settings = {"format": "preference"}
-    if keys.get("rl") == "kto" and name in BUILT_IN_TEMPLATES and detail in _PAIRS:
-        fields = [_PAIRS[detail], "completion", "label"]
-        return {"format": "label", "fields": fields, "as_chat": True, "chat_template": name}
-    if name == "bradley_terry":
-        name, detail = detail, ""
-    if name == "chat_template":
-        _check_messages(given, keys)
-        context = given.get("field_messages", "messages")
-        found["fields"] = [
-            context,
-            given.get("field_chosen", "chosen"),
-            given.get("field_rejected", "rejected"),
-        ]
-        return found | template_settings(given, keys, kind)
     if name in BUILT_IN_TEMPLATES and detail in _PAIRS:
-        found |= {"fields": [_PAIRS[detail], "chosen", "rejected"], "as_chat": True, "chat_template": name}
-        return found
+        is_labeled = keys.get("rl") == "kto"
+        answers = ("completion", "label") if is_labeled else ("chosen", "rejected")
+        settings = {"format": "label" if is_labeled else "preference", "fields": [_PAIRS[detail], *answers]}
+        return settings | {"as_chat": True, "chat_template": name}
+    if "chat_template" in (name, detail if name == "bradley_terry" else ""):
+        _check_messages(given, keys)
+        names = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
+        fields = [given.get(key, default) for key, default in names.items()]
+        return {"format": "preference", "fields": fields, **template_settings(given, keys, kind)}
     raise NotHonored(
         f"type: {form or 'none'} of {keys.get('rl') or 'a reward model'} has no equivalent in data.format"
     )
@@ -220,12 +193,8 @@ def _pairs(given: Entry, form: str, name: str, detail: str, keys: Entry, kind: s
 
 def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
     """`chat_template`, or nothing where the tokenizer's own is meant; keys of the data set come first."""
-    own = given.get("chat_template")
-    name, jinja = (
-        (own, given.get("chat_template_jinja"))
-        if own or given.get("chat_template_jinja")
-        else (keys.get("chat_template"), keys.get("chat_template_jinja"))
-    )
+    source = given if given.get("chat_template") or given.get("chat_template_jinja") else keys
+    name, jinja = source.get("chat_template"), source.get("chat_template_jinja")
     if jinja and name in (None, "jinja"):
         if "\n" in jinja or "{" in jinja:
             raise NotHonored(
@@ -234,12 +203,11 @@ def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
         return {"chat_template": jinja}
     name = str(name or "tokenizer_default")
     base = str(keys.get("base_model", "")).rpartition("/")[2].lower()
-    is_own = kind in FAMILY_TEMPLATES.get(name, ()) and base not in _WITHOUT_TEMPLATE
     if name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_chatml"):
         return {}
     if name in BUILT_IN_TEMPLATES:
         return {"chat_template": name}
-    if is_own:
+    if kind in (name, *FAMILY_TEMPLATES.get(name, ())) and base not in _WITHOUT_TEMPLATE:
         return {}
     raise NotHonored(
         f"chat_template={name} is not that of the tokenizer of {keys.get('base_model')}: give data.chat_template=FILE"
@@ -251,6 +219,5 @@ FORMS: dict[str, Callable[[Entry, Entry, str], Settings]] = {
     "completion": _completion,
     "pretrain": lambda given, keys, kind: _completion(given, keys, kind) | {"stream": True},
     "chat_template": _chat,
-    "sharegpt": _chat,
 }
 """`type` of a data set → its settings."""

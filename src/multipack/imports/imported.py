@@ -55,11 +55,9 @@ class Imported:
         for name, value in self.settings.items():
             group, _, setting = name.rpartition(".")
             (tree.setdefault(group, {}) if group else tree)[setting] = value
-        body: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-        if not body.replace(
-            "\n", ""
-        ).isprintable():  # PyYAML leaves some line ends unescaped, which read back as spaces
-            body = yaml.safe_dump(tree, sort_keys=False)
+        body: str = yaml.safe_dump(
+            tree, sort_keys=False
+        )  # escapes all but ASCII: a line end reads back as itself
         return "".join(f"# {_in_one_line(line)}\n" for line in lines) + body
 
 
@@ -84,7 +82,7 @@ def translate_keys(given: Mapping[str, Any]) -> Imported:
         ValueError: no tool knows the configuration.
     """
     known = tools()
-    tool = next((each for each in known if each.is_own(given)), None)
+    tool = next((each for each in known if each.recognizes(given)), None)
     if tool is None:
         needed = "; ".join(f"those of {each.name} have {each.needs}" for each in known)
         raise ValueError(f"no configuration of a tool that is known here: {needed}")
@@ -95,9 +93,7 @@ def translate_keys(given: Mapping[str, Any]) -> Imported:
             continue
         key = str(name)
         try:
-            if key not in tool.rules:
-                raise NotHonored("not a key that is known here")
-            found = tool.rules[key](value, given)
+            found = tool.rule_of(key)(value, given)
             numbers = [each for each in found.settings.values() if isinstance(each, int | float)]
             if not all(abs(each) < LARGEST for each in numbers):
                 raise NotHonored(f"{value!r:.80} is no number that a setting can have")

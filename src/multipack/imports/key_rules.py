@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from multipack.imports.data_sets import data_settings
-from multipack.imports.models import is_own, model_type
+from multipack.imports.models import has_decoder, model_type
 from multipack.imports.outcome import NOTHING, Honored, Keys, NotHonored
 from multipack.parallel.optimizers import OptimizerName
 
@@ -32,22 +33,9 @@ def packs(value: Any, keys: Keys) -> Honored:
 
 
 def accumulation(value: Any, keys: Keys) -> Honored:
-    """Micro-batches of a step, which `packs` multiplies; without a note if micro_batch_size has it."""
-    try:
-        found = packs(keys.get("micro_batch_size") or 1, keys)
-    except (ArithmeticError, TypeError, ValueError):
-        raise NotHonored("it multiplies micro_batch_size and the ranks, which are no numbers") from None
-    return Honored(found.settings, "" if keys.get("micro_batch_size") else found.note)
-
-
-def watchdog(value: Any, keys: Keys) -> Honored:
-    """A loss that ends the run."""
-    if not keys.get("loss_watchdog_threshold"):
-        return NOTHING
-    return Honored(
-        {"train.spike": "stop"},
-        "ends a run whose loss or gradient norm jumps, by standard deviations, not by a threshold",
-    )
+    """Micro-batches of a step, which `packs` multiplies; its note stands at micro_batch_size if that is there."""
+    found = packs(keys.get("micro_batch_size") or 1, keys)
+    return replace(found, note="") if keys.get("micro_batch_size") else found
 
 
 _OPTIMIZERS: dict[str, tuple[OptimizerName, str]] = {
@@ -83,22 +71,9 @@ def schedule(value: Any, keys: Keys) -> Honored:
     if value not in _SCHEDULES:
         raise NotHonored(f"lr_scheduler={value}: there are {', '.join(_SCHEDULES)}")
     settings: dict[str, Any] = {"optimizer.schedule": _SCHEDULES[value]}
-    more, peak = dict(keys.get("lr_scheduler_kwargs") or {}), float(keys.get("learning_rate") or 0)
-    if "min_lr_rate" in more:
-        settings["optimizer.min_lr"] = float(more.pop("min_lr_rate")) * peak
-    if "min_lr" in more:
-        settings["optimizer.min_lr"] = float(more.pop("min_lr"))
-    if more:
-        raise NotHonored(f"lr_scheduler_kwargs.{next(iter(more))} has no equivalent")
     if value == "constant":
         settings["optimizer.warmup_steps"] = 0
     return Honored(settings)
-
-
-def rate_of(pattern: str, value: Any, keys: Keys, relative: bool) -> Honored:
-    """A learning rate of parameters of this name; `relative`: the value is a factor of learning_rate."""
-    factor = float(value) / (1.0 if relative else float(keys.get("learning_rate") or 1))
-    return Honored({"optimizer.rules": [f"{pattern} lr={factor:g}"]})
 
 
 # --- documents, evaluation, objectives ------------------------------------------------------------------
@@ -174,23 +149,19 @@ def deepspeed(value: Any, keys: Keys) -> Honored:
     return Honored({"parallel.data": f"zero{stage}", **offload})
 
 
+_PLUGINS = (
+    *("CutCrossEntropyPlugin", "ExpertParallelPlugin", "KernelsPlugin", "LigerPlugin", "LMEvalPlugin"),
+    *("MultipackPlugin", "SwanLabPlugin"),
+)
+"""Plugins that do not change what is trained, as the keys of these features."""
+
+
 def plugins(value: Any, keys: Keys) -> Honored:
-    """Plugins that make steps faster have no effect on what is trained."""
+    """Plugins of features that have keys too."""
     names = [str(plugin).rpartition(".")[2] for plugin in value]
     if unknown := [name for name in names if name not in _PLUGINS]:
         raise NotHonored(f"plugin {unknown[0]} has no equivalent")
-    return Honored(note="; ".join(filter(None, map(_PLUGINS.__getitem__, names))))
-
-
-_PLUGINS = {
-    "SwanLabPlugin": "",
-    "CutCrossEntropyPlugin": "",  # the loss never holds all logits here
-    "LigerPlugin": "",
-    "KernelsPlugin": "",
-    "MultipackPlugin": "",
-    "LMEvalPlugin": "",
-    "ExpertParallelPlugin": "experts are divided as other weights are, by parallel.data=zero3",
-}
+    return NOTHING
 
 
 def preference(value: Any, keys: Keys) -> Honored:
@@ -216,7 +187,7 @@ def num_labels(value: Any, keys: Keys) -> Honored:
 
 def compiled(value: Any, keys: Keys) -> Honored:
     """`torch_compile`."""
-    if not is_own(keys):
+    if not has_decoder(keys):
         return Honored(note="models with the code of transformers are not compiled")
     return Honored({"train.compile": "auto" if value == "auto" else "true"})
 

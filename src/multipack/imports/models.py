@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,21 @@ from multipack.shapes.config_json import language_config
 from multipack.shapes.families import BY_TYPE
 from multipack.shapes.hub_names import model_type_of
 from multipack.shapes.json_values import read_json
+from multipack.training.other_names import by_name
 from multipack.untrusted import matching
 
-NOT_HERE: dict[str, str] = {
-    **dict.fromkeys(
-        ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-        "its recurrent layers keep documents of a pack apart only with the packages causal_conv1d and"
-        " flash-linear-attention",
-    ),
-    "mistral4": "transformers has no causal language model of it",
-    "jamba": "its recurrent layers carry state from one document of a pack into the next",
-    "glm_moe_dsa": "its attention computes with its mask",
-    "lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
-    "gemma3n": "not probed: whether it keeps documents of a pack apart is unknown",
-    "mpt": "its attention computes with its mask",
-    "falcon": "it reads a mask only",
-    "gptj": "it reads a mask only",
-    "qwen": "its code is on the hub, and no code of the hub is executed",
-    **dict.fromkeys(
-        ("lfm2_vl", "qwen2_vl", "glm4v", "llava", "mllama", "paddleocr_vl", "voxtral"),
-        "images and sound are not trained",
-    ),
-}
+NOT_HERE = by_name(
+    {
+        "falcon_h1 granitemoehybrid nemotron_h qwen3_next qwen3_5 qwen3_5_moe": "its recurrent layers keep documents of"
+        " a pack apart only with the packages causal_conv1d and flash-linear-attention",
+        "jamba": "its recurrent layers carry state from one document of a pack into the next",
+        "mistral4": "transformers has no causal language model of it",
+        "falcon glm_moe_dsa gptj mpt": "its attention computes with its mask",
+        "gemma3n lfm2_moe": "not probed: whether it keeps documents of a pack apart is unknown",
+        "qwen": "its code is on the hub, and no code of the hub is executed",
+        "glm4v lfm2_vl llava mllama paddleocr_vl qwen2_vl voxtral": "images and sound are not trained",
+    }
+)
 """Types of models that are not trained here → the reason."""
 _QUANTIZED = ("nvfp4", "bnb-nf4", "prequantized", "gptq", "awq", "-fp8")
 """Parts of the names of models whose files hold quantized weights."""
@@ -101,7 +93,7 @@ def quantized_files(value: Any, keys: Keys) -> Honored:
     raise NotHonored("a quantized model: give one with weights in 16 bits")
 
 
-def is_own(keys: Keys) -> bool:
+def has_decoder(keys: Keys) -> bool:
     """Whether the decoder computes the base model."""
     return model_type(keys) in BY_TYPE
 
@@ -125,7 +117,7 @@ def adapter(value: Any, keys: Keys) -> Honored:
         double = (keys.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
         settings |= {"adapter.quantize": "nf4", "adapter.double_quantize": bool(double)}
     if not (keys.get("lora_target_linear") or keys.get("lora_target_modules")):
-        if not is_own(keys):
+        if not has_decoder(keys):
             raise NotHonored(
                 "lora_target_modules is missing: peft's defaults for this architecture are not known here"
             )
@@ -138,26 +130,23 @@ def targets(value: Any, keys: Keys) -> Honored:
     if keys.get("lora_target_linear"):
         return NOTHING  # all linear layers, these among them
     if isinstance(value, str):
-        matrices = [(module, matrix) for module, names in _MATRICES.items() for matrix in names]
-        names = [f"{layer}.{module}.{matrix}" for module, matrix in matrices for layer in _LAYERS]
-        (found,) = _matching([value], names, whole=True)
-        of_matrix = [any(found[len(_LAYERS) * i :][: len(_LAYERS)]) for i in range(len(matrices))]
-        matches = [matrix for (_, matrix), is_matched in zip(matrices, of_matrix, strict=True) if is_matched]
-        if not matches:
+        names = [
+            f"{layer}.{module}.{matrix}"
+            for module, matrices in _MATRICES.items()
+            for matrix in matrices
+            for layer in _LAYERS
+        ]
+        (found,) = matching([value], names, whole=True)
+        matched = (
+            name.rpartition(".")[2] for name, is_matched in zip(names, found, strict=True) if is_matched
+        )
+        if not (matches := list(dict.fromkeys(matched))):
             raise NotHonored(f"lora_target_modules={value} matches no matrix of attention or feed-forward")
         return Honored({"adapter.targets": matches})
-    names = [str(name).rpartition(".")[2] if is_own(keys) else str(name) for name in value]
-    if is_own(keys) and (unknown := [name for name in names if name not in ALIASES]):
+    names = [str(name).rpartition(".")[2] if has_decoder(keys) else str(name) for name in value]
+    if has_decoder(keys) and (unknown := [name for name in names if name not in ALIASES]):
         raise NotHonored(f"{unknown[0]} is no matrix of this decoder: there are {', '.join(ALIASES)}")
     return Honored({"adapter.targets": names})
-
-
-def _matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False) -> list[list[bool]]:
-    """`matching` of the regular expressions of a key."""
-    try:
-        return matching(patterns, names, whole)
-    except ValueError as error:
-        raise NotHonored(str(error)) from None
 
 
 def quantized_base(value: Any, keys: Keys) -> Honored:
@@ -177,21 +166,13 @@ def peft(value: Any, keys: Keys) -> Honored:
 
 
 def unfrozen(value: Any, keys: Keys) -> Honored:
-    """Regular expressions on the names of trained parameters; no effect if they match the whole language model."""
-    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
-    names += [f"{layer}.{part}.weight" for layer in ("model.layers.0", "model.layers.9") for part in _PARTS]
-    if keys.get("adapter"):
+    """Regular expressions on the names of trained parameters; no effect if they name the whole language model."""
+    everything = {"model.language_model", "lm_head"}
+    if keys.get("adapter") or everything <= {str(pattern).strip("^.*$") for pattern in value}:
         return NOTHING  # adapters are trained anyway
-    variants = [name.replace("model.", "model.language_model.", 1) for name in names]
-    found = _matching(value, [*names, *variants])
-    if all(any(each[i] or each[i + len(names)] for each in found) for i in range(len(names))):
-        return NOTHING  # all parameters of the language model
     raise NotHonored(
         "freezing by regular expressions: name what is frozen in optimizer.rules=[blocks.0 freeze, …]"
     )
-
-
-_PARTS = ("self_attn.q_proj", "mlp.up_proj", "input_layernorm")
 
 
 def remote_code(value: Any, keys: Keys) -> Honored:

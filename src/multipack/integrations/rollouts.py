@@ -19,7 +19,6 @@ from multipack.data.packs.batch import PackedBatch
 from multipack.data.views.documents import IGNORE
 from multipack.ops.attention.model_inputs import model_inputs as model_inputs
 from multipack.ops.loss import linear_log_probabilities
-from multipack.ops.target_rows import TargetRows
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, batch: PackedBatch, **options: Any) -> list[Tensor]:
@@ -36,8 +35,7 @@ def log_probabilities(hidden: Tensor, weight: Tensor, batch: PackedBatch, **opti
     """
     tree, targets = batch.tree, batch.targets
     if tree is not None:
-        shared = TargetRows(tree.loss_slots, tree.target_rows)
-        found = linear_log_probabilities(hidden, weight, targets, shared=shared, **options)
+        found = linear_log_probabilities(hidden, weight, targets, rows=tree.target_slots, **options)
         return list(found.split(tree.target_bounds.diff().tolist()))  # type: ignore[no-untyped-call]
     found = linear_log_probabilities(hidden, weight, targets, **options)
     each = zip(found.split(batch.lengths), targets.split(batch.lengths), strict=True)  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ These times only rank candidates; they do not predict the time of a step.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from itertools import product
 from typing import Any, get_args
 
 from multipack.launch.advise_request import AdviseRequest, PackSize
-from multipack.launch.context_choice import measures, packs_of, with_link
+from multipack.launch.context_choice import measured, pack_of, with_link
 from multipack.launch.held import decoder_of, model_parameters
 from multipack.launch.memory_model import (
     Memory,
@@ -91,11 +90,16 @@ def _preset_words(group: str, value: Any, presets: Mapping[str, Any]) -> list[st
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parallelism and a kind of activation checkpointing, for a model and devices."""
+    """A parallelism and a kind of activation checkpointing, for a model and devices.
+
+    Attributes:
+        question: a key of `QUESTIONS`, for candidates with smaller packs; empty = it follows from the parallelism.
+    """
 
     request: AdviseRequest
     config: ParallelConfig
     recompute: Recompute
+    question: str = ""
 
     @property
     def optimizer(self) -> OptimizerName:
@@ -114,9 +118,7 @@ class Candidate:
     @cached_property
     def placed(self) -> ContextMeasure | None:
         """Exchanged bytes and balance of context ranks; None without context parallelism."""
-        if self.config.context == 1:
-            return None
-        return {each.method: each for each in measures(self.request, self.config)}[self.config.context_method]
+        return measured(self.request, self.config) if self.config.context > 1 else None
 
     @property
     def packs(self) -> int:
@@ -145,15 +147,14 @@ class Candidate:
     def seconds_per_pack(self) -> float:
         """Estimated seconds of a step over its packs, to rank candidates.
 
-        Data-parallel and pipeline communication overlaps with computation, except broadcasts. Mean FLOPs of a
+        Data-parallel and pipeline communication overlaps with computation, except broadcasts. The FLOPs of a
         pack, recomputation included, are divided evenly over a replica's ranks, and raised by their waits.
         """
         request, work = self.request, self.work
         flops, within_host, between_hosts = request.speeds
-        packs = packs_of(request.lengths, request.capacity, request.document_tokens)
         recompute: Any = "full" if self.recompute == "full" else "flash"
         cost = CostModel.from_shape(request.model, recompute=recompute, adapter=request.adapter)
-        pack = sum(cost.flops(lengths, executed=True) for lengths in packs) / len(packs)
+        pack = cost.flops(pack_of(request.capacity, request.document_tokens), executed=True)
         compute = work.micro_batches * pack / (self.config.model_ranks * flops)
         compute *= self.placed.step_mean if self.placed else 1
         compute *= 1 + stage_imbalance(request.model, self.config)
@@ -172,6 +173,8 @@ class Candidate:
     def family(self) -> str:
         """A key of `QUESTIONS`."""
         axes = [name for name in ("tensor", "context", "pipeline") if getattr(self.config, name) > 1]
+        if self.question:
+            return self.question
         if not axes:
             return "ddp" if self.config.data == "ddp" else "zero"
         return axes[0] if len(axes) == 1 else "together"
@@ -228,14 +231,6 @@ class Advice:
     chosen: Candidate | None
     rows: list[Candidate]
 
-    @cached_property
-    def context(self) -> tuple[int, list[ContextMeasure]]:
-        """Context ranks of the first row with some (otherwise at most 8), and measures of all methods."""
-        found = (row.config for row in self.rows if row.config.context > 1)
-        ranks = math.gcd(self.request.devices, 8)
-        config = next(found, with_link(ParallelConfig(context=ranks), self.request))
-        return config.context, measures(self.request, config) if config.context > 1 else []
-
     @property
     def command(self) -> str:
         """The training command, without documents; empty if nothing fits."""
@@ -255,7 +250,6 @@ class Advice:
             "path": [{"question": question, "answer": answer} for question, answer in self.path],
             "recommended": self.chosen.to_dict() if self.chosen else None,
             "rows": [row.to_dict() for row in self.rows],
-            "context": {"ranks": self.context[0], "methods": [each.to_dict() for each in self.context[1]]},
             "command": self.command,
         }
 
@@ -275,13 +269,13 @@ def advise(request: AdviseRequest) -> Advice:
     """Compare all candidates and recommend one; raises a ValueError for a model that cannot be trained."""
     check_model(request)
     everything = list(candidates(request))
-    if request.devices == 1 and not any(each.fits for each in _resident(everything)):
-        everything += smaller_packs(request)
-    resident = _resident(everything)
-    tries = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
-    # Smaller packs are candidates of another request, with the family of ddp.
-    tries["packs"] = [each for each in tries["ddp"] if each.request is not request]
-    tries["ddp"] = [each for each in tries["ddp"] if each.request is request]
+    resident, offloaded = (
+        _resident(everything),
+        [each for each in everything if each.config.offload != "none"],
+    )
+    if request.devices == 1 and not any(each.fits for each in resident):
+        resident += smaller_packs(request)
+    tries = {question: [each for each in resident if each.family == question] for question in QUESTIONS}
     chosen = _simplest(resident)
     for question, made in (("states", smaller_states), ("adapters", quantized)):
         if chosen is None:
@@ -289,22 +283,20 @@ def advise(request: AdviseRequest) -> Advice:
             chosen = _simplest(tries[question])
     # Offload waits for transfers to the host, which estimated times omit: compared if no candidate trains all
     # weights on the device, recommended only if nothing else fits.
-    if resident != everything and (chosen is None or tries["adapters"]):
-        tries["offload"] = everything
-        chosen = chosen or _simplest(everything)
+    if chosen is None or tries["adapters"]:
+        tries["offload"] = offloaded
+        chosen = chosen or _simplest(offloaded)
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
-    for family, members in tries.items():
+    for question, members in tries.items():
         if not members:
             continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
         if chosen not in rows:
-            path.append((QUESTIONS[family], _answer(best, chosen)))
-        shown = members if family in ("ddp", "zero") else [best]
-        if request.devices == 1 and family == "offload":
-            shown = [each for each in members if each.config.offload != "none"]
-        rows += [row for row in shown if row not in rows]
+            path.append((QUESTIONS[question], _answer(best, chosen)))
+        shows_all = question in ("ddp", "zero") or (question == "offload" and request.devices == 1)
+        rows += [row for row in (members if shows_all else [best]) if row not in rows]
     return Advice(request, path, chosen, rows)
 
 
@@ -339,7 +331,7 @@ def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
     capacity, packs = request.capacity // 2, 2 * request.micro_batches
     while capacity >= MIN_SLOTS_PER_RANK:
         smaller = replace(request, plan=PackSize(capacity), micro_batches=packs)
-        made = Candidate(smaller, ParallelConfig(), "full")
+        made = Candidate(smaller, ParallelConfig(), "full", "packs")
         yield made
         if made.fits:
             return
@@ -349,16 +341,18 @@ def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
 def candidates(request: AdviseRequest) -> Iterator[Candidate]:
     """Yield every legal parallelism with the least activation checkpointing that fits, or `full`.
 
-    For one device each kind of activation checkpointing is a candidate, and offload to its host.
+    For one device each kind of activation checkpointing is a candidate.
     """
-    kinds = OFFLOADS[1 : 3 if request.host_memory else 2]
-    if request.devices == 1:
-        offloaded = [_offloaded(ParallelConfig("zero3"), kind) for kind in kinds]
-        for config in (ParallelConfig(), *offloaded):
-            tried = [Candidate(request, config, kind) for kind in get_args(Recompute)]
-            yield from tried if _is_legal(tried[0]) else ()
-        return
+    for config in _parallelisms(request):
+        tried = [Candidate(request, config, kind) for kind in get_args(Recompute)]
+        if _is_legal(tried[0]):
+            yield from tried if request.devices == 1 else [next((c for c in tried if c.fits), tried[-1])]
+
+
+def _parallelisms(request: AdviseRequest) -> Iterator[ParallelConfig]:
+    """Yield divisions of the devices, also with offload to their hosts."""
     devices, host = request.devices, request.devices_per_host
+    offloads = OFFLOADS[1 : 3 if request.host_memory else 2]
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):
         data, remainder = divmod(devices, tensor * context * pipeline)
@@ -370,16 +364,14 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             axes: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
             config = ParallelConfig(stage, **axes, schedule=schedule)
             config = with_link(config, request) if context > 1 else config
-            variants = [config]
-            if stage == "zero3":
-                variants += [_offloaded(config, kind) for kind in kinds]
-                shards = host // (tensor * context)
-                if 1 < shards < data and data % shards == 0:
-                    variants.append(replace(config, data="hsdp", replicate=data // shards))
-            for variant in variants:
-                tried = [Candidate(request, variant, kind) for kind in get_args(Recompute)]
-                if _is_legal(tried[0]):
-                    yield next((each for each in tried if each.fits), tried[-1])
+            yield config
+            if stage == "zero3" or devices == 1:  # a single device has one shard
+                for kind in offloads:
+                    folder = "FOLDER" if kind == "disk" else ""
+                    yield replace(config, data="zero3", offload=kind, offload_folder=folder)
+            shards = host // (tensor * context)
+            if stage == "zero3" and 1 < shards < data and data % shards == 0:
+                yield replace(config, data="hsdp", replicate=data // shards)
 
 
 def _resident(among: Iterable[Candidate]) -> list[Candidate]:
@@ -397,10 +389,6 @@ def _is_legal(candidate: Candidate) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _offloaded(config: ParallelConfig, kind: Offload) -> ParallelConfig:
-    return replace(config, offload=kind, offload_folder="FOLDER" if kind == "disk" else "")
 
 
 def _simplest(among: list[Candidate]) -> Candidate | None:

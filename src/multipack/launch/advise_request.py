@@ -56,8 +56,6 @@ class AdviseRequest:
     """optimizer.name; auto = adamw, or adamw_bf16 or adamw_8bit, whose states are smaller, where only these fit."""
     document_tokens: Positive = 1024
     """Tokens of a typical document, which determine the cost of attention."""
-    lengths: str = ""
-    """File of lengths (.npy) or token store, whose packs show the balance of context ranks; empty = document_tokens."""
     reserve: Share = 0.1
     """Share of the memory reserved for the allocator, CUDA and NCCL."""
     teraflops: Amount = 0.0

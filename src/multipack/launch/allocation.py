@@ -91,10 +91,6 @@ def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Alloc
 def parse_hostfile(text: str, source: str) -> dict[str, int]:
     """Parse a hostfile: one `HOST`, `HOST slots=N` or `HOST:N` per line, # starts a comment.
 
-    Args:
-        text: contents of the file.
-        source: name of the file, for error messages.
-
     Returns:
         Host → processes, in the order of the file. Lines of the same host add up; a line without a number counts 1.
     """

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from multipack.launch.allocation import find_allocation, find_launchers
 from multipack.machine import Finding, MissingExtra, Status, explain_missing, install_words
@@ -33,9 +31,9 @@ PROCESS_SECONDS = 90.0
 """Timeout of the checks in two processes; importing torch takes most of the time."""
 COLLECTIVES = (
     *("-m", "multipack.launch.torchrun", "--rdzv-backend", "loopback", "--nproc-per-node", "2"),
-    *("-m", "multipack", "bench", "collectives", "--sizes", "4KiB", "--repeats", "1", "--json"),
+    *("-m", "multipack.launch.collectives_check"),
 )
-"""Arguments of the interpreter that run and check every collective in two processes."""
+"""Arguments of the interpreter that check the collectives of training in two processes; a device follows."""
 
 
 def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") -> Finding:
@@ -46,13 +44,7 @@ def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") ->
 def examine(
     environment: Mapping[str, str], quick: bool = False, progress: Callable[[str], None] = lambda area: None
 ) -> list[Finding]:
-    """Run all checks.
-
-    Args:
-        environment: environment variables of this process.
-        quick: skip the checks that start processes.
-        progress: called with the area before each check.
-    """
+    """Run all checks, with `quick` those that start no processes; `progress` is called with the area of each."""
     checks = [_packages, _devices, _attention, _launching, _folders, *([] if quick else [_processes])]
     found: list[Finding] = []
     for check in checks:
@@ -131,9 +123,6 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
         yield _judge(f"cuda:{index}", detail, remedy if free < total / 2 else "", "warn")
-    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
-    if count and shown:
-        yield Finding("visible gpus", "ok", f"{count}, by CUDA_VISIBLE_DEVICES={shown}")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
         remedy = "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
@@ -144,13 +133,6 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         needed = name == "gloo" or count > 0
         detail = "available" if available else "not in this torch; nccl is for GPUs"
         yield _judge(name, detail, f"install torch with {name}" if needed and not available else "")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if Path("/sys/class/infiniband").exists():
-        few = 0 <= locked < LEAST_FREE_BYTES  # -1 = unlimited
-        detail = f"{locked / 2**20:,.0f} MiB may be locked" if few else "enough memory may be locked"
-        yield _judge(
-            "infiniband", detail, "ulimit -l unlimited (LimitMEMLOCK of the scheduler)" if few else "", "warn"
-        )
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -210,28 +192,22 @@ def _address(environment: Mapping[str, str], several: bool) -> Finding:
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that folders can be written and locked, and that the planner's compiled code can be cached."""
-    import numba
-
+    """Check that folders can be written and locked, and have room."""
     from multipack.atomic import cache_folder, locked
 
-    cache: Path | None = None
-    try:
-        cache = cache_folder()
-    except ValueError as error:
-        yield Finding("cache", "fail", str(error), "set XDG_CACHE_HOME to a writable folder")
-    for name, folder, remedy in (
-        ("cache", cache, "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
+    folders = [
         ("current", Path.cwd(), "change to a writable folder, or use out=FOLDER"),
         ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a writable folder"),
-        (
-            "shared memory",
-            Path("/dev/shm"),
-            "enlarge it (docker run --shm-size=8g): nccl and data.stage use it",
-        ),
-    ):
-        if folder is None or (name == "shared memory" and not folder.exists()):  # only Linux has it
-            continue
+    ]
+    try:
+        remedy = "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"
+        folders.append(("cache", cache_folder(), remedy))
+    except ValueError as error:
+        yield Finding("cache", "fail", str(error), "set XDG_CACHE_HOME to a writable folder")
+    if (shared := Path("/dev/shm")).exists():  # only Linux has it
+        remedy = "enlarge it (docker run --shm-size=8g): nccl and data.stage use it"
+        folders.append(("shared memory", shared, remedy))
+    for name, folder, remedy in folders:
         try:
             # A missing folder is created when it is needed: its nearest existing parent must be writable.
             parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -244,16 +220,10 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
             continue
         room = "" if free >= LEAST_FREE_BYTES else f"free space, or {remedy}"
         yield _judge(name, f"{folder}, {free / 2**30:.1f} GiB free", room, "warn")
-    detail, remedy = "kept between runs", ""
-    try:
-        numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
-    except RuntimeError:
-        detail, remedy = "every process compiles the planner", "set NUMBA_CACHE_DIR to a writable folder"
-    yield _judge("compiled code", detail, remedy, "warn")
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Run every collective in two processes."""
+    """Run the collectives of training in two processes."""
     import torch
 
     backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if torch.cuda.device_count() > 1 else {})
@@ -262,32 +232,26 @@ def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"run with TORCH_DISTRIBUTED_DEBUG=DETAIL; if it hangs, set {backend.upper()}_SOCKET_IFNAME to the network"
             " interface that the hosts share (`lo` on one host), and check firewalls"
         )
-        rows, error = run_collectives(environment, device, PROCESS_SECONDS)
-        for row in rows:
-            wrong = ", ".join(map(str, row["wrong_ranks"]))
-            detail = f"wrong result on rank {wrong}" if wrong else f"correct, {1000 * row['seconds']:.1f} ms"
-            yield _judge(f"{row['operation']} ({backend})", detail, remedy if wrong else "")
+        found, error = run_collectives(environment, device, PROCESS_SECONDS)
+        for name, wrong in found.items():
+            detail = f"wrong result on rank {', '.join(map(str, wrong))}" if wrong else "correct"
+            yield _judge(f"{name} ({backend})", detail, remedy if wrong else "")
         if error:
             yield Finding(f"collectives ({backend})", "fail", error, remedy)
 
 
 def run_collectives(
     environment: Mapping[str, str], device: str, timeout_seconds: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Run `multipack bench collectives` in two processes.
-
-    Args:
-        environment: environment variables of the processes; a launcher's are removed.
-        device: `cpu` or `cuda`.
-        timeout_seconds: time after which the processes are terminated.
+) -> tuple[dict[str, list[int]], str]:
+    """Run collectives_check.py in two processes, without the variables of a launcher.
 
     Returns:
-        The measurements, and an error if there are none.
+        Collective → ranks with a wrong result, and an error if the processes failed.
     """
     names = {name for row in LAUNCHERS for names in row[1:] for name in names.split()}
     names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     process = subprocess.Popen(
-        [sys.executable, *COLLECTIVES, "--device", device],
+        [sys.executable, *COLLECTIVES, device],
         env={name: value for name, value in environment.items() if name not in names},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -298,9 +262,9 @@ def run_collectives(
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers
         process.communicate()
-        return [], f"killed after {timeout_seconds:g} s"
+        return {}, f"killed after {timeout_seconds:g} s"
     try:
         return json.loads(printed), ""
     except json.JSONDecodeError:
         reason = re.search(r"\w*[Ee]rror: .*", errors)
-        return [], reason[0][:300] if reason else f"exit code {process.returncode}"
+        return {}, reason[0][:300] if reason else f"exit code {process.returncode}"

@@ -61,46 +61,13 @@ class Held:
         return round(element * (self.trained + self.frozen) + product * self.products + self.quantized)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A parameter on a rank: its module, whether that is a Linear, and its name there."""
-
-    module: str
-    is_linear: bool
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    is_trained: bool
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def held(self) -> Held:
-        """The parameter as the numbers of a rank."""
-        is_cast = self.is_linear and self.module.startswith("blocks.") and self.name != "magnitude"
-        if self.dtype == torch.uint8:
-            return Held(quantized=self.size)
-        if self.dtype != torch.float32:
-            return Held(products=self.size)
-        found = Held(cast=self.size * is_cast)
-        if not self.is_trained:
-            return found + Held(frozen=self.size)
-        found += Held(trained=self.size, matrices=self.size * (is_cast and len(self.shape) == 2))
-        if self.name == "lora_a":
-            found += Held(adapted_ranks=self.shape[0], adapted_inputs=self.shape[1])
-        return found + Held(adapted_outputs=self.shape[0]) if self.name == "lora_b" else found
-
-
 @cache
 def blocks_held(shape: ModelShape, adapter: AdapterConfig = NO_ADAPTER, tensor: int = 1) -> Held:
     """The parameters of a block on a rank, a mean over blocks; `tensor` ranks divide matrices and some biases."""
     found = Held()
     for layer, count in _kinds_of_blocks(shape, adapter).items():
-        for piece in _pieces(shape, adapter, tensor, layer, layer + 1):
-            found += piece.held * (count * piece.module.startswith("blocks."))
+        for name, held in _parameters(shape, adapter, tensor, layer, layer + 1).items():
+            found += held * (count * name.startswith("blocks."))
     return found * (1 / shape.layers)
 
 
@@ -110,23 +77,19 @@ def outside_held(
 ) -> Held:
     """The parameters outside of blocks on a rank: embedding, positions, last norm, head."""
     # The last rank of a pipeline also has the embedding if it is the output matrix; a rank with both ends has it once.
-    ends = [0] * part.is_first + [shape.layers] * part.is_last
-    found = {
-        (each.module, each.name): each for end in ends for each in _pieces(shape, adapter, tensor, end, end)
-    }
-    return sum((each.held for each in found.values()), Held())
+    found: dict[str, Held] = {}
+    for end in [0] * part.is_first + [shape.layers] * part.is_last:
+        found |= _parameters(shape, adapter, tensor, end, end)
+    return sum(found.values(), Held())
 
 
 @cache
 def largest_trained(shape: ModelShape, adapter: AdapterConfig, tensor: int) -> int:
     """Elements on a rank of the largest parameter that is trained."""
-    parts = [
-        *((layer, layer + 1) for layer in _kinds_of_blocks(shape, adapter)),
-        (0, 0),
-        (shape.layers, shape.layers),
-    ]
-    found = (each for part in parts for each in _pieces(shape, adapter, tensor, *part) if each.is_trained)
-    return max(each.size for each in found)
+    blocks = ((layer, layer + 1) for layer in _kinds_of_blocks(shape, adapter))
+    parts = [*blocks, (0, 0), (shape.layers, shape.layers)]
+    found = (held for part in parts for held in _parameters(shape, adapter, tensor, *part).values())
+    return int(max(held.trained for held in found))
 
 
 def output_rows(shape: ModelShape, tensor: int = 1) -> int:
@@ -155,23 +118,41 @@ def decoder_of(shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
 
 
 @cache
-def _pieces(
+def _parameters(
     shape: ModelShape, adapter: AdapterConfig, tensor: int, first: int, stop: int
-) -> tuple[Piece, ...]:
+) -> Mapping[str, Held]:
     """Parameters of a rank in blocks `first` … `stop` − 1, and outside of blocks in a pipeline stage of them."""
     model = decoder_of(shape, DecoderPart(first, stop, shape.layers))
     # Frozen products are recognized by their dtype. A new head is trained whole.
     add_adapters(model, adapter.with_head("score") if shape.scores else adapter, torch.bfloat16)
-    return tuple(
-        Piece(name, isinstance(module, nn.Linear), own, each.dtype, size, each.requires_grad)
-        for name, module, own, each, size in pieces(model, PARALLEL_PLAN, tensor)
-    )
+    return {
+        f"{name}.{own}": _held(name, module, own, parameter, size)
+        for name, module, own, parameter, size in pieces(model, PARALLEL_PLAN, tensor)
+    }
+
+
+def _held(name: str, module: nn.Module, own: str, parameter: nn.Parameter, size: tuple[int, ...]) -> Held:
+    """A rank's piece of a parameter, of this size, as its numbers; see `pieces`."""
+    elements = math.prod(size)
+    if parameter.dtype == torch.uint8:
+        return Held(quantized=elements)
+    if parameter.dtype != torch.float32:
+        return Held(products=elements)
+    is_cast = isinstance(module, nn.Linear) and name.startswith("blocks.") and own != "magnitude"
+    found = Held(cast=elements * is_cast)
+    if not parameter.requires_grad:
+        return found + Held(frozen=elements)
+    found += Held(trained=elements, matrices=elements * (is_cast and len(size) == 2))
+    if own == "lora_a":
+        found += Held(adapted_ranks=size[0], adapted_inputs=size[1])
+    return found + Held(adapted_outputs=size[0]) if own == "lora_b" else found
 
 
 @cache
 def _kinds_of_blocks(shape: ModelShape, adapter: AdapterConfig) -> Mapping[int, int]:
     """The first block of each kind → number of blocks of the kind, in which the same modules are adapted."""
-    modules = {each.module.removeprefix("blocks.0.") for each in _pieces(shape, NO_ADAPTER, 1, 0, 1)}
+    parameters = _parameters(shape, NO_ADAPTER, 1, 0, 1)
+    modules = {name.rpartition(".")[0].removeprefix("blocks.0.") for name in parameters}
     first: dict[tuple[bool, ...], int] = {}
     counts = Counter[int]()
     for layer in range(shape.layers):

@@ -4,7 +4,6 @@
       one host   →  python -m multipack.launch.torchrun --rdzv-backend loopback --nproc-per-node 8 -m …
       Slurm      →  srun --nodes=2 --ntasks=8 … env MASTER_ADDR=… MASTER_PORT=… WORLD_SIZE=8 python -m multipack train …
       PBS        →  mpiexec -n 8 --ppn 4 --hosts … env … python -m multipack train …
-      restarts   →  one `multipack launch --launcher torchrun` per host, which becomes torchrun
 
 `launch_command` is a pure function of the request and the allocation. Variables of all processes are set by `env`,
 which works with every launcher. The command replaces this process, so signals, output and exit code are its own.
@@ -18,7 +17,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from multipack.data.text.skipped import counted
@@ -42,9 +40,8 @@ class LaunchRequest:
     nodes: int = 0
     processes_per_node: int = 0
     launcher: LauncherName = "auto"
-    """auto = srun in Slurm, mpiexec in PBS, torchrun elsewhere and for restarts."""
+    """auto = srun in Slurm, mpiexec in PBS, torchrun elsewhere."""
     cores: int = 0
-    max_restarts: int = 0
     address: str = ""
     port: int = 0
     node_rank: int = -1
@@ -60,35 +57,11 @@ class LaunchRequest:
                 "nothing to launch: write the command after --, as in `multipack launch -n 2 -- train`"
             )
         numbers = {"-n": self.processes, "--nodes": self.nodes, "--ppn": self.processes_per_node}
-        numbers |= {"--cores": self.cores, "--max-restarts": self.max_restarts}
-        for name, value in numbers.items():
+        for name, value in (numbers | {"--cores": self.cores}).items():
             if value < 0:
                 raise ValueError(f"{name} {value}: must be at least 1, or left out")
         if not 0 <= self.port < 65_536:
             raise ValueError(f"--port {self.port} is not a port: use 1 … 65535, or leave it out")
-
-
-def check_restarts(words: Sequence[str], max_restarts: int) -> None:
-    """Check that a command continues its run when it is restarted with the same words.
-
-    Raises:
-        ValueError: there are restarts, and the command is not train, or its run would begin again.
-    """
-    if not max_restarts:
-        return
-    if words[0] != "train":
-        raise ValueError(f"--max-restarts {max_restarts}: only train resumes, not {words[0]}: leave it out")
-    settings = dict(word.partition("=")[::2] for word in words[1:])
-    resume, add = settings.get("train.resume", "false").lower(), []
-    if resume in ("false", "") or Path(resume).parent.name == "checkpoints":
-        add.append("train.resume=auto")
-    if "out" not in settings and (add or resume in ("auto", "true")):
-        add.append("out=RUN_DIR")
-    if add:
-        raise ValueError(
-            f"--max-restarts {max_restarts}: restarted with the same words, this run would begin again; add"
-            f" {' '.join(add)} (train.resume=auto begins a run in out= or resumes it)"
-        )
 
 
 class Layout(NamedTuple):
@@ -115,21 +88,11 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
     request = replace(request, cores=request.cores or allocation.cores, port=port)
     if launcher == "torchrun":
         return _torchrun(request, layout)
-    address, multipack = _address(request, layout), [request.python, "-m", "multipack"]
-    if request.launcher != "torchrun" and not request.max_restarts:
-        variables = {"MASTER_ADDR": address, "MASTER_PORT": request.port}
-        variables["WORLD_SIZE"] = layout.nodes * layout.per_node
-        start = _start(launcher, request, allocation, layout, request.cores)
-        words = [f"{name}={value}" for name, value in variables.items()]
-        return [*start, "env", *words, *multipack, *request.words]
-    # One `multipack launch` per host, which reads its node rank from the launcher's variables and becomes torchrun.
-    one_each = layout._replace(per_node=1)
-    start = _start(launcher, request, allocation, one_each, request.cores * layout.per_node)
-    start += [*multipack, "launch", "--launcher", "torchrun", "--nodes", str(layout.nodes)]
-    start += ["--ppn", str(layout.per_node), "--address", address, "--port", str(request.port)]
-    start += ["--cores", str(request.cores)] if request.cores else []
-    start += ["--max-restarts", str(request.max_restarts)] if request.max_restarts else []
-    return [*start, "--", *request.words]
+    variables = {"MASTER_ADDR": _address(request, layout), "MASTER_PORT": request.port}
+    variables["WORLD_SIZE"] = layout.nodes * layout.per_node
+    words = [f"{name}={value}" for name, value in variables.items()]
+    start = _start(launcher, request, allocation, layout)
+    return [*start, "env", *words, request.python, "-m", "multipack", *request.words]
 
 
 def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
@@ -160,33 +123,27 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 
 
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
-    """The program that starts processes; for torchrun on other hosts, one that reaches them."""
+    """The program that starts processes."""
     wanted, available = request.launcher, allocation.launchers
     if wanted not in ("auto", "torchrun"):
-        if request.max_restarts:
-            raise ValueError(
-                f"--max-restarts needs torchrun, which --launcher {wanted} excludes: leave one out"
-            )
         if wanted not in available:
             raise ValueError(
                 f"--launcher {wanted} is not on the PATH, or `{wanted} --version` is unknown;"
                 f" available: {', '.join(['torchrun', *available])}"
             )
         return wanted
-    if request.node_rank >= 0:
-        return "torchrun"
     first, name = layout.hosts[0] if layout.hosts else "", allocation.here.split(".")[0]
     is_here = not (first and name) or first.split(".")[0] in ("localhost", "127", name)
     local = layout.nodes == 1 and is_here
-    if local and (wanted == "torchrun" or request.max_restarts or allocation.scheduler == "none"):
+    if request.node_rank >= 0 or (local and (wanted == "torchrun" or allocation.scheduler == "none")):
         return "torchrun"
     reaching = ("srun", "mpiexec", "mpirun") if allocation.scheduler == "slurm" else ("mpiexec", "mpirun")
-    found = [name for name in reaching if name in available and layout.hosts]
+    found = [name for name in reaching if wanted == "auto" and name in available and layout.hosts]
     if not found and not local:
         raise ValueError(
             f"no launcher reaches {', '.join(layout.hosts[:3]) or f'{layout.nodes} hosts'}: put"
             f" {' or '.join(reaching)} on the PATH and name the hosts (--hostfile FILE), or run the same command on"
-            " each host with --node-rank 0, 1, … and --address HOST of rank 0"
+            " each host with --launcher torchrun, --node-rank 0, 1, … and --address HOST of rank 0"
         )
     return found[0] if found else "torchrun"
 
@@ -203,16 +160,13 @@ def _torchrun(request: LaunchRequest, layout: Layout) -> list[str]:
         words += ["--nnodes", str(layout.nodes), "--node-rank", str(request.node_rank)]
         words += ["--master-addr", _address(request, layout), "--master-port", str(request.port)]
     words += ["--nproc-per-node", str(layout.per_node)]
-    words += ["--max-restarts", str(request.max_restarts)] if request.max_restarts else []
     threads = ["env", f"OMP_NUM_THREADS={request.cores}"] if request.cores else []
     return [*threads, *words, *request.flags, "-m", "multipack", *request.words]
 
 
-def _start(
-    launcher: str, request: LaunchRequest, allocation: Allocation, layout: Layout, cores: int
-) -> list[str]:
-    """Return a launcher and its options; `cores` per process, 0 = no binding."""
-    total, each = str(layout.nodes * layout.per_node), str(layout.per_node)
+def _start(launcher: str, request: LaunchRequest, allocation: Allocation, layout: Layout) -> list[str]:
+    """Return a launcher and its options; without cores per process there is no binding."""
+    total, each, cores = str(layout.nodes * layout.per_node), str(layout.per_node), request.cores
     hosts = ",".join(layout.hosts)
     match allocation.launchers[launcher]:
         case "slurm":
@@ -250,13 +204,10 @@ def launch(
     dry_run: bool = False,
     check: Callable[[int], None] = lambda processes: None,
 ) -> None:
-    """Print the command and execute it in place of this process.
+    """Execute the command in place of this process, or only print it.
 
-    Args:
-        request: the command and its processes.
-        hostfile: file of hosts; empty = the job's hosts.
-        dry_run: print the command without executing it.
-        check: called with the number of processes; raises a ValueError if the words do not suit it.
+    Without a hostfile the hosts are the job's. `check` is called with the number of processes, and raises a ValueError
+    if the words do not suit it.
 
     Raises:
         ValueError: see `launch_command`; or this process is itself one of several launched processes.

@@ -108,7 +108,7 @@ class Workload:
     @property
     def slots(self) -> int:
         """Slots of a pack on a rank under context parallelism, before sequence parallelism divides them further."""
-        return int(self.tokens // self.config.context * (1 + self.config.context_slack))
+        return self.tokens // self.config.context
 
     @property
     def product(self) -> int:

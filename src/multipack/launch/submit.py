@@ -31,7 +31,6 @@ class SubmitRequest:
     name: str = "multipack"
     gpus: int = 0
     cores: int = 0
-    max_restarts: int = 0
     directives: Sequence[str] = ()
     """Additional scheduler options, one per line."""
     python: str = sys.executable
@@ -48,8 +47,7 @@ class SubmitRequest:
         if not re.fullmatch(r"\d{1,4}:[0-5]\d:[0-5]\d", self.time):
             raise ValueError(f"--time {self.time!r} is not HOURS:MINUTES:SECONDS, such as 01:30:00")
         numbers = {"--nodes": self.nodes, "--ppn": self.processes_per_node, "--gpus": self.gpus}
-        numbers |= {"--cores": self.cores, "--max-restarts": self.max_restarts}
-        for option, value in numbers.items():
+        for option, value in (numbers | {"--cores": self.cores}).items():
             least = int(option in ("--nodes", "--ppn"))
             if value < least:
                 raise ValueError(f"{option} {value}: must be at least {least}")
@@ -70,7 +68,6 @@ def batch_script(request: SubmitRequest) -> str:
     command = [request.python, "-m", "multipack", "launch", "-n", str(processes)]
     command += ["--nodes", str(request.nodes), "--ppn", str(request.processes_per_node)]
     command += ["--cores", str(request.cores)] if request.cores else []
-    command += ["--max-restarts", str(request.max_restarts)] if request.max_restarts else []
     header = [f"{prefix} {line}" for line in [*lines, *request.directives]]
     body = [f'cd "${folder}"', f"exec {shlex.join([*command, '--', *request.words])}"]
     return "\n".join(["#!/bin/bash", *header, "", *body, ""])

@@ -79,10 +79,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
     """Replace `PContext.close`: ask processes to end, and kill the rest after a time.
 
-    Args:
-        processes: torch's `SubprocessContext`.
-        death_sig: the signal that torchrun received; None after a failure.
-        timeout: not used.
+    `death_sig` is the signal that torchrun received; None after a failure. torch's `timeout` is not used.
     """
     asked = death_sig or signal.SIGTERM
     handlers = [each for each in processes.subprocess_handlers.values() if each.proc.poll() is None]

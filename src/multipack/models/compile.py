@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from multipack.atomic import own_folder
 from multipack.models.decoder import Decoder
 from multipack.ops.autocast import use_copies
-from multipack.ops.loss import linear_cross_entropy
 
 LEAST_CAPABILITY = (7, 0)
 """Compute capability of the oldest NVIDIA GPUs for which torch's inductor makes Triton kernels."""
@@ -78,10 +77,7 @@ def compile_blocks(
     for block in model.blocks:
         block.compile(backend=backend)
         block._compiled_call_impl = _configured(block, one_size)
-    for name in ("loss_function", "training_loss"):
-        function: Any = getattr(model, name, None)
-        if getattr(function, "func", function) is linear_cross_entropy:
-            setattr(model, name, partial(function, compiled=True))
+    model.loss_options = replace(model.loss_options, compiled=True)
 
 
 def _configured(block: nn.Module, one_size: bool) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ position_ids, so that `.to(bfloat16)`, meta-device initialization and sharding d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,9 +46,8 @@ from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.allocate import allocate
 from multipack.ops.attention import find_backend
 from multipack.ops.autocast import at_least_float32
-from multipack.ops.logits import soft_capped
+from multipack.ops.logits import LossOptions, soft_capped
 from multipack.ops.loss import linear_cross_entropy
-from multipack.ops.target_rows import TargetRows
 from multipack.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -96,15 +95,14 @@ class Decoder(nn.Module):
     Args:
         shape: layers, widths and options; its vocabulary must be set.
         attention: name of a backend, or `"auto"` (ops/attention/table.py).
-        training_loss: loss function in training mode, such as one with z-loss; None = `linear_cross_entropy`.
+        loss_options: options of its loss function; `logit_cap` is the shape's.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
             positions), the last one the final norm and the head (the embedding, if they are tied).
 
     Attributes:
-        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss in evaluation, also called with
-            `weights=` if a batch has weights, `shared=` if its documents share tokens, `logit_cap=` if the
-            shape has one, and `group=` under tensor parallelism.
-        training_loss: the same in training.
+        loss_function: (hidden, weight, targets, num_targets=…, **loss_options) → Σ loss, also called with `weights=` if
+            a batch has weights, and `rows=` if its documents share tokens.
+        loss_options: its options in training; in evaluation without z-loss and label smoothing.
 
     Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
@@ -117,7 +115,7 @@ class Decoder(nn.Module):
         self,
         shape: ModelShape,
         attention: str = "auto",
-        training_loss: Callable[..., Tensor] | None = None,
+        loss_options: LossOptions = LossOptions(),  # noqa: B008 - it is frozen
         part: DecoderPart | None = None,
     ) -> None:
         super().__init__()
@@ -134,7 +132,7 @@ class Decoder(nn.Module):
             )
         self.shape = shape
         self.loss_function: Callable[..., Tensor] = linear_cross_entropy
-        self.training_loss: Callable[..., Tensor] = training_loss or linear_cross_entropy
+        self.loss_options = replace(loss_options, logit_cap=shape.logit_cap)
         self.part = part or DecoderPart(0, shape.layers, shape.layers)
         with torch.device("meta"):  # only reset_parameters draws values
             self._make(shape, attention)
@@ -179,27 +177,24 @@ class Decoder(nn.Module):
         """
         if not self.part.is_last:
             return self.hidden(batch, x=x)
-        options = {} if batch.weights is None else {"weights": batch.weights}
-        loss_function = self.training_loss if self.training else self.loss_function
-        return loss_function(
-            self.hidden(batch, x=x),
-            self.output_weight,
-            batch.targets,
-            **options,
-            **self.loss_options(batch),
-        )
+        return self.head_loss(batch, self.hidden(batch, x=x))
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """(T, V) logits of the whole batch at once, or (T, scores) scores: for tests and small batches."""
         found = F.linear(self.hidden(batch), self.output_weight)
         return found if self.shape.scores else soft_capped(found, self.shape.logit_cap)
 
-    def loss_options(self, batch: PackedBatch) -> dict[str, Any]:
-        """Arguments of loss functions that follow from the batch and the shape."""
-        options: dict[str, Any] = {"num_targets": batch.num_target_tokens}
+    def head_loss(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
+        """The result of `loss_function` for (T, d) inputs of the head."""
+        options = self.loss_options
+        if not self.training:
+            options = replace(options, z_loss=0.0, label_smoothing=0.0)
+        given: dict[str, Any] = {"num_targets": batch.num_target_tokens, **vars(options)}
+        if batch.weights is not None:
+            given["weights"] = batch.weights
         if batch.tree is not None:
-            options["shared"] = TargetRows(batch.tree.loss_slots, batch.tree.target_rows)
-        return options | ({"logit_cap": self.shape.logit_cap} if self.shape.logit_cap else {})
+            given["rows"] = batch.tree.target_slots
+        return self.loss_function(hidden, self.output_weight, batch.targets, **given)
 
     def hidden(
         self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None

@@ -8,7 +8,6 @@ models/objectives has the losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -39,7 +38,7 @@ class PreferenceDecoder(Decoder):
         loss: the objective.
         options: its settings by name.
         last: metric that the loss reads → its value in the last global step.
-        log_probabilities: (hidden, weight, targets, num_targets=…) → a number for each target.
+        loss_function: (hidden, weight, targets, …) → log-probability of each target.
 
     Raises:
         ValueError: as `Decoder` does, there is no such objective, or it needs another head (`shape.scores`).
@@ -60,7 +59,7 @@ class PreferenceDecoder(Decoder):
             )
         self.options = {**self.loss.options, **options}
         self.last = dict.fromkeys(self.loss.reads_last, 0.0)
-        self.log_probabilities: Callable[..., Tensor] = linear_log_probabilities
+        self.loss_function = linear_log_probabilities
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
@@ -96,13 +95,7 @@ class PreferenceDecoder(Decoder):
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 log-probabilities of both answers, summed over their targets."""
-        of_tokens = self.log_probabilities(
-            self.hidden(batch),
-            self.output_weight,
-            batch.targets,
-            **self.loss_options(batch),
-        )
-        return self._per_pair(of_tokens, batch)
+        return self._per_pair(self.head_loss(batch, self.hidden(batch)), batch)
 
     def values(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 values at the last tokens of both answers."""

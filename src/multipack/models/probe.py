@@ -42,29 +42,20 @@ TOLERANCE = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as none in float32."""
 MOST_BUFFER = 1 << 24
 """Elements of the largest buffer that is saved and restored."""
-_ONE_BY_ONE = "train one document per row"
-_AS_COLLATED = (
-    "pack as PackedDataCollator does: one row, position_ids, use_cache=False, no attention_mask, and"
-    " transformers >= 4.53"
-)
-_WITH_BOUNDS = (
-    "if attention still mixes documents, use attn_implementation='multipack' or 'flash_attention_2', or"
-    " PackedDataCollator(returns='4d_mask', window=windows_of(config))"
-)
 REMEDIES = {
-    "leak": f"{_ONE_BY_ONE}, or let the model read their bounds",
-    "difference": f"{_ONE_BY_ONE}, or let the model count positions and windows inside each",
-    "refused": f"{_ONE_BY_ONE}, or use a model that reads bounds",
-    "not_finite": "check the weights and the dtype",
-    "state": "reset the model's state (a cache, a hidden state) at every call",
+    "leak": "train one document per row, or let the model read their bounds",
+    "difference": "train one document per row, or let the model count positions and windows inside each",
+    "refused": "train one document per row, or use a model that reads bounds",
     "future": "use a causal model (is_decoder=True for encoders), or a causal mask",
 }
 """Cause of a finding about the model → what to do next."""
-TRANSFORMERS_REMEDIES = {
-    "leak": f"{_AS_COLLATED}; {_WITH_BOUNDS}; else {_ONE_BY_ONE}",
-    "difference": f"{_AS_COLLATED}; else {_ONE_BY_ONE}",
-}
-"""The same for models of transformers, where they differ."""
+TRANSFORMERS_REMEDY = (
+    "pack as PackedDataCollator does: one row, position_ids, use_cache=False, no attention_mask, and"
+    " transformers >= 4.53; if attention still mixes documents, use attn_implementation='multipack' or"
+    " 'flash_attention_2', or PackedDataCollator(returns='4d_mask', window=windows_of(config)); else train one document"
+    " per row"
+)
+"""The same for a leak or a difference of a model of transformers."""
 LABELS = ("labels", "num_items_in_batch", "shift_labels")
 """Fields that are checked, and not given to the model: it returns logits without them."""
 
@@ -106,24 +97,28 @@ def isolation_probe(
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode; afterwards modes, buffers and random generators are as before."""
-    if not isinstance(model, nn.Module):
-        with torch.random.fork_rng(devices=[]):
-            yield
-        return
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= MOST_BUFFER]
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    modes = [(module, module.training) for module in _modules(model)]
+    buffers = [each for module, _ in modes for each in module.buffers(recurse=False)]
+    before = [(buffer, buffer.clone()) for buffer in buffers if buffer.numel() <= MOST_BUFFER]
+    devices = {
+        each.device for module, _ in modes for each in module.parameters(recurse=False) if each.is_cuda
+    }
     with torch.random.fork_rng(devices=list(devices)):
-        model.eval()
         try:
+            for module, _ in modes:
+                module.training = False
             yield
         finally:
             for module, training in modes:
                 module.training = training
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """The modules of a model; of a function, none."""
+    return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
 class _Probe:
@@ -142,11 +137,9 @@ class _Probe:
         if not hasattr(self.config, "model_type"):
             self.config = None  # not a model of transformers
         self.make_batch = make_batch or (transformers_batch if self.config else packed_batch)
-        parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        self.device = parameter.device if parameter is not None else torch.device("cpu")
-        self.dtype = torch.float32
-        if parameter is not None and parameter.is_floating_point():
-            self.dtype = parameter.dtype
+        parameters = (each for module in _modules(model) for each in module.parameters(recurse=False))
+        parameter = next(parameters, torch.empty(0))
+        self.device, self.dtype = parameter.device, parameter.dtype
         if torch.is_autocast_enabled(self.device.type):
             self.dtype = torch.get_autocast_dtype(self.device.type)
         size = find_vocabulary_size(model, self.config) if vocabulary_size is None else vocabulary_size
@@ -171,12 +164,11 @@ class _Probe:
             ValueError: the model returns no row for each token.
         """
         out = self.run(batch)
+        out = out.get("logits") if isinstance(out, Mapping) else out
         for name in ("logits", "last_hidden_state"):
             out = getattr(out, name, out)
         while isinstance(out, (tuple, list)):
             out = out[0]
-        if isinstance(out, Mapping):
-            out = out.get("logits")
         slots = batch.ids.numel()
         if not isinstance(out, Tensor) or out.dim() < 2 or out.shape[:-1].numel() != slots:
             shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -217,10 +209,8 @@ class _Probe:
 
         In 16 bits, kernels of different shapes round differently: measured on the first document, packed and alone.
         """
-        if self.dtype in (torch.float32, torch.float64):
-            return TOLERANCE
-        epsilon = torch.finfo(self.dtype).eps
-        return min(max(4 * self.noise, epsilon), 16 * epsilon)
+        epsilon = torch.finfo(self.dtype).eps if self.dtype.is_floating_point else 0.0
+        return TOLERANCE if epsilon < TOLERANCE else min(max(4 * self.noise, epsilon), 16 * epsilon)
 
     @property
     def leak_tolerance(self) -> float:
@@ -229,8 +219,7 @@ class _Probe:
         The batches have one shape, so that even 16-bit outputs are the same, except outputs of experts: the number of
         tokens that an expert computes together depends on the other documents.
         """
-        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
-        names = {type(module).__name__.lower() for module in modules}
+        names = {type(module).__name__.lower() for module in _modules(self.model)}
         has_experts = any("moe" in name or "expert" in name or "router" in name for name in names)
         return self.tolerance if has_experts else TOLERANCE
 
@@ -251,46 +240,35 @@ class _Probe:
         try:
             base = self.outputs(batch)
             alone = [self.outputs(self.alone(number))[0] for number in range(len(self.documents))]
+            if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
+                raise FloatingPointError("its outputs are not finite")
         except Exception as error:
             if "forward=lambda" in str(error):
                 raise
-            return self._refused(error, findings)
-        if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
-            findings.append(self._finding("not_finite", "outputs are not finite"))
-            return IsolationReport({}, (), tuple(findings), TOLERANCE)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            text = f"the model refuses the packed batch: {type(error).__name__}: {reason}"
+            return IsolationReport({}, (), (self._finding("refused", text), *findings), TOLERANCE)
         self.noise = _difference(alone[0], base[0])
         differences = tuple(_difference(one, two) for one, two in zip(alone, base, strict=True))
+        leaks: dict[tuple[int, int], float] = {}
         longest = max(map(len, self.documents))
         if self.limit is not None and longest > self.limit.tokens and max(differences) > self.tolerance:
             text = f"{self.limit}, and others of their row too"
-            findings.append(
-                ProbeFinding("rotation", text, f"pack documents of up to {self.limit.tokens:,} tokens")
-            )
-            return IsolationReport({}, differences, tuple(findings), self.tolerance, self.limit)
-        if any(
-            _difference(one, two) > self.leak_tolerance
-            for one, two in zip(base, self.outputs(batch), strict=True)
-        ):
-            text = "the same batch has other outputs in a second call: the model keeps state between calls"
-            findings.append(self._finding("state", text))
-            return IsolationReport({}, differences, tuple(findings), self.tolerance)
-        leaks = self.leaks(batch, base)
-        findings += self._future(batch, base)
-        if leaks:
-            findings.append(self._leak(batch, leaks))
-        elif any(not size <= self.tolerance for size in differences):
-            findings.append(self._mismatch(batch, differences))
+            remedy = f"pack documents of up to {self.limit.tokens:,} tokens"
+            findings.append(ProbeFinding("rotation", text, remedy))
+        else:
+            leaks = self.leaks(batch, base)
+            findings += self._future(batch, base)
+            if leaks:
+                findings.append(self._leak(batch, leaks))
+            elif any(not size <= self.tolerance for size in differences):
+                findings.append(self._mismatch(batch, differences))
         return IsolationReport(leaks, differences, tuple(findings), self.tolerance, self.limit)
-
-    def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        text = f"the model refuses the packed batch: {type(error).__name__}: {reason}"
-        return IsolationReport({}, (), (self._finding("refused", text), *findings), TOLERANCE)
 
     def _finding(self, cause: str, text: str) -> ProbeFinding:
         """A finding about the model."""
-        remedies = REMEDIES | (TRANSFORMERS_REMEDIES if self.config is not None else {})
-        return ProbeFinding(cause, text, remedies[cause])
+        is_theirs = self.config is not None and cause in ("leak", "difference")
+        return ProbeFinding(cause, text, TRANSFORMERS_REMEDY if is_theirs else REMEDIES[cause])
 
     def _future(self, batch: PlacedBatch, base: list[Tensor]) -> list[ProbeFinding]:
         """The finding that outputs depend on later tokens of the same document; empty if they do not."""

@@ -23,10 +23,8 @@ from multipack.ops.attention.model_inputs import model_inputs
 from multipack.planning.lengths import check_integer, check_lengths, short
 
 Documents = Sequence[Sequence[int]]
-BOUNDS, LONGEST = (
-    ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
-    ("max_length_q", "max_length_k", "max_seqlen"),
-)
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 
 
 def transformers_batch(documents: Documents) -> dict[str, Any]:
@@ -42,22 +40,19 @@ def packed_batch(documents: Documents) -> PackedBatch:
 
 
 def find_vocabulary_size(model: Any, config: Any) -> int:
-    """Size of the vocabulary.
+    """Size of the vocabulary: of a configuration, of a `Decoder`, or of the largest embedding.
 
     Raises:
-        ValueError: the model has neither a configuration nor an embedding that says it.
+        ValueError: the model has none of them.
     """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    own = getattr(getattr(model, "shape", None), "vocabulary_size", None)
     modules = model.modules() if isinstance(model, nn.Module) else ()
     sizes = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
-    if config is not None:
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        if getattr(text, "vocab_size", None):
-            return int(text.vocab_size)
-    if own := getattr(getattr(model, "shape", None), "vocabulary_size", None):
-        return int(own)
-    if not sizes:
+    size = getattr(text, "vocab_size", None) or own or max(sizes, default=0)
+    if not size:
         raise ValueError("the model has no embedding: pass vocabulary_size=…")
-    return max(sizes)
+    return int(size)
 
 
 def special_tokens(config: Any) -> set[int]:
@@ -186,47 +181,39 @@ def _fields(given: Any) -> dict[str, Any]:
 def wrong_fields(batch: PlacedBatch) -> Iterator[ProbeFinding]:
     """Fields that contradict the documents."""
     yield from _wrong_bounds(batch)
-    yield from _wrong_rows(batch)
+    yield from _wrong_positions(batch)
     yield from _wrong_targets(batch)
 
 
 def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
-    values, longest = batch.values, max(end - start for start, end in batch.spans)
-    given = {name: values[name] for name in BOUNDS if isinstance(values.get(name), Tensor)}
-    for name, bounds in given.items():
-        if why := _bounds_problem(bounds, batch):
+    values, slots = batch.values, batch.ids.numel()
+    for name in BOUNDS:
+        bounds = values.get(name)
+        if not isinstance(bounds, Tensor):
+            continue
+        found = bounds.reshape(-1).tolist()
+        rises = found[:1] == [0] and found[-1] == slots and all(a <= b for a, b in pairwise(found))
+        own = [start for start, end in pairwise(found) for span in batch.spans if (start, end) == span]
+        if bounds.dtype != torch.int32 or not rises or len(own) != len(batch.spans):
             yield ProbeFinding(
                 "bounds",
-                f"{name}={bounds.tolist()} {why}",
-                f"give int32 bounds of every document, from 0 to {batch.ids.numel()}",
+                f"{name}={found} of {str(bounds.dtype).removeprefix('torch.')} are not the bounds of documents in slots"
+                f" {', '.join(f'{start} to {end}' for start, end in batch.spans)}",
+                f"give int32 bounds of every document, from 0 to {slots}",
             )
             break
-    below = [name for name in LONGEST if values.get(name) is not None and int(values[name]) < longest]
-    if below:
-        yield ProbeFinding(
-            "longest",
-            f"{below[0]}={int(values[below[0]])}, but a document has {longest} tokens: kernels leave out the rest",
-            f"set {' and '.join(below)} to at least {longest}",
-        )
+    longest = max(end - start for start, end in batch.spans)
+    for name in LONGEST:
+        if values.get(name) is not None and int(values[name]) < longest:
+            text = (
+                f"{name}={int(values[name])}, but a document has {longest} tokens: kernels leave out the rest"
+            )
+            yield ProbeFinding("bounds", text, f"set it to at least {longest}")
+            break
 
 
-def _bounds_problem(bounds: Tensor, batch: PlacedBatch) -> str:
-    """What is wrong with the bounds of documents, as the end of "bounds …"; empty if nothing is."""
-    found, slots = bounds.reshape(-1).tolist(), batch.ids.numel()
-    if bounds.dtype != torch.int32:
-        return f"is {str(bounds.dtype).removeprefix('torch.')}, and attention kernels read int32"
-    if found[:1] != [0] or found[-1] != slots or any(a > b for a, b in pairwise(found)):
-        return f"does not rise from 0 to the {slots} slots"
-    for number, (start, end) in enumerate(batch.spans, 1):
-        if not {start, end} <= set(found) or any(start < bound < end for bound in found):
-            return f"does not bound document {number}, which has slots {start} to {end}"
-    return ""
-
-
-def _wrong_rows(batch: PlacedBatch) -> Iterator[ProbeFinding]:
-    """Wrong `position_ids` and `seq_idx`."""
-    values = batch.values
-    positions = _per_slot(values.get("position_ids"), batch)
+def _wrong_positions(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    positions = _per_slot(batch.values.get("position_ids"), batch)
     for number, (start, end) in enumerate(batch.spans, 1):
         if positions is not None and positions[start:end] != list(range(end - start)):
             yield ProbeFinding(
@@ -235,16 +222,6 @@ def _wrong_rows(batch: PlacedBatch) -> Iterator[ProbeFinding]:
                 "count position_ids from 0 in every document",
             )
             break
-    segments = _per_slot(values.get("seq_idx"), batch)
-    if segments is None:
-        return
-    own = [set(segments[start:end]) for start, end in batch.spans]
-    if any(len(each) > 1 for each in own) or len(set.union(*own)) < len(own):
-        yield ProbeFinding(
-            "segments",
-            "seq_idx is not one number per document: kernels of recurrent layers carry state between documents",
-            "number the documents 0, 1, 2, … in seq_idx (int32)",
-        )
 
 
 def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:
@@ -255,28 +232,29 @@ def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:
 
 
 def _wrong_targets(batch: PlacedBatch) -> Iterator[ProbeFinding]:
-    """Targets (or labels, which the model shifts) that are not the next tokens."""
+    """Targets (or labels, which the model shifts) that are not the next tokens of their document."""
     ids, labels = batch.ids.reshape(-1).tolist(), _per_slot(batch.values.get("labels"), batch)
     targets = _per_slot(batch.values.get("targets"), batch) if labels is None else [*labels[1:], IGNORE]
     if targets is None:
         return
     for number, (start, end) in enumerate(batch.spans, 1):
-        if any(targets[slot] not in (IGNORE, ids[slot + 1]) for slot in range(start, end - 1)):
-            text, remedy = (
-                f"targets of document {number} are not its next tokens",
-                "targets are the next tokens",
-            )
-            if labels is not None:
-                text = f"labels of document {number} are not its tokens: the model shifts them"
-                remedy = f"labels are a copy of input_ids, {IGNORE} where there is no target"
-            yield ProbeFinding("labels", text, remedy)
-            return
-    for number, (_, end) in enumerate(batch.spans, 1):
-        if targets[end - 1] != IGNORE and (labels is None or end % batch.width):
+        last = (
+            [] if labels is not None and end % batch.width == 0 else [IGNORE]
+        )  # labels are shifted inside a row
+        pairs = enumerate(zip(targets[start:end], ids[start + 1 : end] + last, strict=False))
+        wrong = [at for at, (target, token) in pairs if target not in (IGNORE, token)]
+        if wrong == [end - start - 1]:
             field = "last target" if labels is None else "first label"
             yield ProbeFinding(
                 "border",
                 f"the last token of document {number} is trained to predict {targets[end - 1]}, of another document",
                 f"set the {field} of every document to {IGNORE}",
+            )
+            return
+        if wrong:
+            yield ProbeFinding(
+                "labels",
+                f"targets of document {number} are not its next tokens",
+                f"targets are the next tokens, labels (which the model shifts) a copy of input_ids; {IGNORE} = none",
             )
             return

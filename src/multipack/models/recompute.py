@@ -29,6 +29,7 @@ dropout's generator state and autocast restored. Tiles change the order of sums 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -39,7 +40,6 @@ from multipack.models.decoder import Decoder
 from multipack.models.layers import Block
 from multipack.ops.attention import table
 from multipack.ops.experts import QuantizedExperts
-from multipack.ops.loss import LOSS_ATTRIBUTES
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -92,9 +92,7 @@ def tile_layers(model: Decoder, tiles: int) -> None:
     block: Any
     for block in model.blocks:
         block.tiles = tiles
-    for name in LOSS_ATTRIBUTES:
-        if hasattr(model, name):
-            setattr(model, name, partial(getattr(model, name), vocabulary_tiles=tiles))
+    model.loss_options = replace(model.loss_options, vocabulary_tiles=tiles)
 
 
 def _in_training(

@@ -174,7 +174,7 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{source} is no run, no preset, no architecture of transformers and no model on this machine ({reason})"
+            f"{source} is no run, no architecture of transformers and no model on this machine ({reason})"
         ) from error
     if tiny or (Path(source).is_dir() and not list(Path(source).glob("*.safetensors"))):
         return tiny_model(config, attention), f"{config.model_type}, tiny, random weights"

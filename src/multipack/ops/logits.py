@@ -26,7 +26,20 @@ the weight's gradient; with 1,024 rows that moved 21 GB for a pack of 8,192 toke
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of `linear_cross_entropy`, checked."""
+    """Options of the losses of ops/loss.py, checked.
+
+    Attributes:
+        chunk_tokens: rows whose logits exist at a time: about 2 × chunk_tokens × V / tiles × 4 bytes. None = 1,024; on
+            a GPU, where every chunk reads and writes the weight's gradient, as many as 1 GiB holds.
+        vocabulary_tiles: slices of (this rank's part of) the vocabulary whose logits are computed one at a time.
+        z_loss: coefficient of lse² of each target's row (times its weight).
+        label_smoothing: share of each target's probability that is spread over the vocabulary.
+        group: process group whose ranks divide the vocabulary evenly; all pass the same hidden states and targets, and
+            the gradient of the hidden states is the sum of the ranks' gradients. None = the weight is whole.
+        compiled: on a GPU, compile the function of a chunk's logits, unless the vocabulary is divided or tiled, or
+            logits have a bound.
+        logit_cap: bound c of the logits x, which become c · tanh(x / c) (Gemma 2); 0 = no bound.
+    """
 
     chunk_tokens: int | None = None
     vocabulary_tiles: int = 1

@@ -9,7 +9,6 @@ it divides to parallel_config.py, and give it a place here, where it is imported
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,18 +76,11 @@ def build_engine(
     dtype: torch.dtype = torch.float32,
     *,
     micro_batches: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> ModelEngine:
     """Build this rank's part of a model as the configuration says, and its engine; collective.
 
-    Args:
-        blueprint: the model.
-        optimizer: makes the optimizer of this rank's parameters.
-        mesh: the ranks; without a process group every strategy is plain training.
-        config: the strategies.
-        dtype: precision of forward passes.
-        micro_batches: micro-batches per rank and step; a pipeline is built for this number.
-        clock: returns seconds.
+    Without a process group every strategy is plain training. A pipeline is built for this number of micro-batches per
+    rank and step.
 
     Raises:
         ValueError: the strategies cannot be applied to this model.
@@ -105,7 +97,7 @@ def build_engine(
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
-        return ModelEngine([model], made, mesh, dtype, call=call, saved=blueprint.saved, clock=clock)
+        return ModelEngine([model], made, mesh, dtype, call=call, saved=blueprint.saved)
     built = [
         _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
     ]
@@ -114,12 +106,7 @@ def build_engine(
     _fill(blueprint, modules, mesh.world, host, files.empty_like if files is not None and host else None)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
-    options: dict[str, Any] = {
-        "share": share,
-        "shapes": blueprint.shapes,
-        "saved": blueprint.saved,
-        "clock": clock,
-    }
+    options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "saved": blueprint.saved}
     if mesh.sizes["pp"] == 1:
         call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
         keep = config.strategy.keeps_gathered
@@ -157,14 +144,8 @@ def _fill(
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Wrap a model in DDP: rank 0's parameters everywhere, gradients averaged in the last backward pass of a step.
 
-    Gradients are views of DDP's reduction buckets, which exist from the first step on.
-
-    Args:
-        model: whole, on this rank's device. Names of its parameters stay the same.
-        mesh: the ranks that are replicas of each other, in one dimension.
-
-    Returns:
-        The module to call in training; it shares the model's parameters.
+    Gradients are views of DDP's reduction buckets, which exist from the first step on. The result is the module to call
+    in training; it shares the model's parameters.
     """
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None

@@ -39,42 +39,22 @@ def identity(tensor: Tensor, group: Group = None) -> Tensor:
         x  (the same  │   rank 1   x ─▶ y₁    and     dy₁ ─┼─ dx = Σ dyᵣ  everywhere
          everywhere) ─┴─▶ rank 2   x ─▶ y₂  backward  dy₂ ─┘
 
-    Args:
-        tensor: the same value on all ranks; this is not checked.
-        group: the ranks that use it.
-
-    Returns:
-        `tensor`; its gradient is the sum of the ranks' gradients.
+    That it is the same is not checked. The gradient is the sum of the ranks' gradients.
     """
     return _apply(tensor, lambda own: own.view_as(own), lambda gradient: _sum(gradient, group))
 
 
 def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
-    """Sum the ranks' tensors, for computations that differ between ranks. The gradient is an all-reduce, too.
-
-    Args:
-        tensor: the rank's summand.
-        group: the ranks that exchange.
-
-    Returns:
-        The sum, the same on all ranks.
-    """
+    """Sum the ranks' tensors, for computations that differ between ranks. The gradient is an all-reduce, too."""
     return _apply(tensor, lambda own: _sum(own, group), lambda gradient: _sum(gradient, group))
 
 
 def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
     """Join all ranks' pieces along the first dimension. The gradient is a reduce-scatter.
 
-        rank 0   x₀ ─┐     ┌─▶ x₀ x₁ x₂
-        rank 1   x₁ ─┼─────┼─▶ x₀ x₁ x₂
-        rank 2   x₂ ─┘     └─▶ x₀ x₁ x₂
-
-    Args:
-        tensor: this rank's piece, of one shape on all ranks.
-        group: the ranks that take part.
-
-    Returns:
-        Like `tensor`; the first dimension is larger by the number of ranks.
+    rank 0   x₀ ─┐     ┌─▶ x₀ x₁ x₂
+    rank 1   x₁ ─┼─────┼─▶ x₀ x₁ x₂
+    rank 2   x₂ ─┘     └─▶ x₀ x₁ x₂
     """
 
     def move(own: Tensor) -> Tensor:
@@ -92,12 +72,7 @@ def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
         rank 1   a₁ b₁ c₁ ─┼─────┼─▶ Σ bᵣ
         rank 2   a₂ b₂ c₂ ─┘     └─▶ Σ cᵣ
 
-    Args:
-        tensor: a tensor of one shape on all ranks; its first dimension is a multiple of their number.
-        group: the ranks that take part.
-
-    Returns:
-        Like `tensor`; the first dimension is smaller by the number of ranks.
+    The first dimension is a multiple of the number of ranks.
     """
 
     def move(own: Tensor) -> Tensor:
@@ -118,14 +93,7 @@ def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Gro
     With `split_dim=1, join_dim=0` a shard of the tokens with all heads, (T/n, H, D), becomes all tokens with a shard of
     the heads, (T, H/n, D): the exchange of Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509).
 
-    Args:
-        tensor: a tensor of one shape on all ranks; `split_dim` is a multiple of their number.
-        split_dim: dimension along which it is split.
-        join_dim: dimension along which pieces are joined, in the order of their ranks.
-        group: the ranks that take part.
-
-    Returns:
-        Like `tensor`; `split_dim` is smaller and `join_dim` larger by the number of ranks.
+    `split_dim` is a multiple of the number of ranks. Pieces are joined in the order of their ranks.
     """
 
     def move(own: Tensor) -> Tensor:
@@ -193,15 +161,9 @@ def broadcast_bytes(own: bytes, source: int = 0, group: Group = None) -> bytes:
 
 
 def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None) -> Tensor:
-    """This rank's entry of the bytes that rank `source` of the run has for every rank of the group.
+    """This rank's entry of the bytes that rank `source` of the run has for every rank of the group, as a tensor.
 
-    Args:
-        each: bytes for each rank of the group; None on all ranks but the source.
-        source: rank of the run.
-        group: the ranks that take part.
-
-    Returns:
-        A tensor of bytes.
+    `each` is None on all ranks but the source.
     """
     count = dist.get_world_size(group)
     sizes = _tensor([len(entry) for entry in each] if each else [0] * count, group)

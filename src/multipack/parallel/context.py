@@ -89,23 +89,11 @@ def divide_context(
             f"{type(model).__name__} has no module with `attend`, so its attention cannot see the tokens of other"
             " ranks: use parallel.context=1"
         )
-    if placing is not None and (limited := next(filter(None, map(_limited, modules)), "")):
-        raise ValueError(
-            f"parallel.context_method=planned has its own attention kernels, which compute no {limited}: use"
-            " parallel.context_method=ulysses"
-        )
     group = mesh.get_group()
     for module in modules:
         # torch.compile cannot trace code that reads lengths on the host and communicates.
         module.attend = torch.compiler.disable(partial(_attend, module.attend, group))  # type: ignore[no-untyped-call]
     return partial(_share, mesh.get_local_rank(), mesh.size(), placing)
-
-
-def _limited(module: Any) -> str:
-    """Names what limits the attention of a module inside documents, for a message; empty = nothing."""
-    if getattr(module, "window", None):
-        return "sliding windows"
-    return "soft caps of scores" if getattr(module, "cap", None) else ""
 
 
 def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -> ContextBatch:
@@ -125,9 +113,8 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
             " parallel.context_method=ulysses, or data.share_prefixes=off"
         )
     if placing is not None:
-        placement, computed = placing(batch.lengths[: batch.num_documents], slots)
+        placement = placing(batch.lengths[: batch.num_documents], slots)
         if placement is not None:
-            each = int(computed[rank])
             schedule = Schedule.of(placement, rank, each)
             tokens = schedule.tokens
     own: dict[str, Any] = {
@@ -143,17 +130,11 @@ def _share(rank: int, ranks: int, placing: Placing | None, batch: PackedBatch) -
 
 def _targets_of(batch: PackedBatch, tree: PackedTree, piece: slice) -> dict[str, Any]:
     """The targets of some slots of a pack whose documents share tokens, and a tree with their rows."""
-    inside = (tree.loss_slots >= piece.start) & (tree.loss_slots < piece.stop)
-    kept = inside[tree.target_rows]
-    rows = inside.cumsum(0) - 1  # of the slots inside, counted from 0
+    kept = (tree.target_slots >= piece.start) & (tree.target_slots < piece.stop)
     return {
         "targets": batch.targets[kept],
         "weights": None if batch.weights is None else batch.weights[kept],
-        "tree": replace(
-            tree,
-            loss_slots=tree.loss_slots[inside] - piece.start,
-            target_rows=rows[tree.target_rows[kept]],
-        ),
+        "tree": replace(tree, target_slots=tree.target_slots[kept] - piece.start),
     }
 
 

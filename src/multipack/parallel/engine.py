@@ -32,7 +32,6 @@ from multipack.parallel.state import (
     optimizer_state,
     slot_difference,
     squared_norm,
-    squared_norms,
 )
 from multipack.parallel.world import World
 
@@ -51,14 +50,13 @@ def whole_pack(batch: Any) -> Any:
 class DeviceClock:
     """Measures time on a device without synchronizing it: by CUDA events on a GPU, by a clock of the host elsewhere."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._clock = clock
 
     def mark(self) -> Any:
         """Record the current time: on a GPU as an event in its stream, because the host runs ahead of it."""
         if not self._is_cuda:
-            return self._clock()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -193,9 +191,6 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, by name."""
 
-    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Squared norm of each of the model's tensors; collective."""
-
     def clip(self, max_norm: float) -> float:
         """`clip_on_device`, read on the host; sets `overflowed`."""
 
@@ -240,7 +235,6 @@ class ModelEngine:
             computes the whole model.
         duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
         saved: names of the parameters that `state` has; None = all. Others are frozen, and read from elsewhere.
-        clock: returns seconds; replaced in tests.
 
     Attributes:
         parameters: this rank's parameters, by name.
@@ -262,7 +256,6 @@ class ModelEngine:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
         saved: frozenset[str] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.modules = list(modules)
         self.optimizer = optimizer
@@ -276,7 +269,7 @@ class ModelEngine:
         self._share = share
         self._synchronizing = synchronizing(self._call, keep=keep_gathered)
         self._scaler = LossScaler(dtype == torch.float16)
-        self.clock = DeviceClock(mesh.world.device, clock)
+        self.clock = DeviceClock(mesh.world.device)
         self.check_replicas()
 
     @property
@@ -384,10 +377,6 @@ class ModelEngine:
         """Gradients of this rank's parameters, by name; parameters without a gradient are omitted."""
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
-    def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Name → squared norm of each of the model's tensors, from this rank's pieces; collective."""
-        return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
-
     def clip(self, max_norm: float) -> float:
         """`clip_on_device`, read on the host. In fp16 a norm that is not finite sets `overflowed` for this step."""
         norm = float(self.clip_on_device(max_norm))
@@ -413,11 +402,7 @@ class ModelEngine:
         return norm
 
     def step(self, learning_rate: float) -> None:
-        """Apply the optimizer and clear the gradient.
-
-        Args:
-            learning_rate: learning rate of the step; multiplied by a parameter group's `lr_scale` if it has one.
-        """
+        """Apply the optimizer, with a parameter group's `lr_scale` as a factor of the rate, and clear the gradient."""
         self.world.watch.at_stage("optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)

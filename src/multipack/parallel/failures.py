@@ -177,18 +177,16 @@ class Watch(Alone):
         """The message of the first failure; without one, a message on the ranks that sent no report."""
         is_late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         self._store.append(f"{key}/reports", f"{self._rank} {'late' if is_late else 'closed'}\n")
-        before, began = self._heartbeats(), time.monotonic()
+        self._beats.clear()
+        began = time.monotonic()
         while not self._store.check([key]):
             reports = self._store.get(f"{key}/reports").decode()
-            silent = sorted({*range(self._size)} - {int(line.split()[0]) for line in reports.splitlines()})
-            stopped: list[int] = []
-            waited = time.monotonic() - began
-            if silent and waited > 4 * self._interval:
-                beats = self._heartbeats()
-                stopped = [rank for rank in silent if beats[rank] == before[rank]]
-            if stopped or not silent or waited > self._grace:
+            missing = sorted({*range(self._size)} - {int(line.split()[0]) for line in reports.splitlines()})
+            silence = self._silence()
+            stopped = [rank for rank in missing if silence[rank] > 4 * self._interval]
+            if stopped or not missing or time.monotonic() - began > self._grace:
                 # The first rank that gives up closes connections, which the others see.
-                return self._publish(key, stopped or silent, "late" in reports, error)
+                return self._publish(key, stopped or missing, "late" in reports, error)
             time.sleep(0.1 * max(1.0, self._size / 100))
         return str(self._store.get(key).decode())
 
@@ -218,8 +216,14 @@ class Watch(Alone):
     def _no_answer(self, lost: Sequence[int], at: str) -> str:
         return f"{_ranks(lost)} did not answer{at} within parallel.timeout_seconds={self._timeout_seconds:g}"
 
-    def _heartbeats(self) -> list[bytes]:
-        return list(self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._size)]))
+    def _silence(self) -> list[float]:
+        """Seconds since this process first saw each rank's last heartbeat, or began to look."""
+        now = time.monotonic()
+        beats = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._size)])
+        for rank, beat in enumerate(beats):
+            if self._beats.get(rank, (b"", 0.0))[0] != beat:
+                self._beats[rank] = beat, now
+        return [now - seen for _, seen in (self._beats[rank] for rank in range(self._size))]
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
         """The store's answer; None if it is gone, or its process is stopped."""
@@ -261,15 +265,11 @@ class Watch(Alone):
             self._beats.clear()
         elif now - self._looked_at > patience / 8:
             self._looked_at = now
-            beats = self._heartbeats()
-            for rank, beat in enumerate(beats):
-                if self._beats.get(rank, (b"", 0.0))[0] != beat:
-                    self._beats[rank] = beat, now
-            silent = [now - self._beats[rank][1] for rank in range(self._size)]
-            lost, at = [rank for rank, seconds in enumerate(silent) if seconds > patience], self._at
+            silence = self._silence()
+            lost, at = [rank for rank, seconds in enumerate(silence) if seconds > patience], self._at
             # While all ranks send heartbeats: the last one of a killed rank may be from an earlier place.
-            if self._blocks and waited > 2 * patience and max(silent) < patience / 2:
-                places = [json.loads(beat)[1:] for beat in beats]
+            if self._blocks and waited > 2 * patience and max(silence) < patience / 2:
+                places = [json.loads(self._beats[rank][0])[1:] for rank in range(self._size)]
                 last = min(places)
                 lost = [rank for rank, place in enumerate(places) if place == last < [*self.place]]
                 at = _at(*last)

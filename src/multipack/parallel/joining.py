@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.failures import NotConnected, Watch, first_line
 from multipack.parallel.parallel_config import Device
@@ -70,53 +71,29 @@ def connected(
         ValueError: the launcher's variables are incomplete or contradictory, or the device is not available.
     """
     ranks = find_ranks(os.environ)
+    is_alone = ranks.size == 1
+    address = ("127.0.0.1", 0) if is_alone else rendezvous(os.environ, ranks)
+    own = choose_device(device, 0 if is_alone else ranks.local_rank)
+    if own.type == "cuda":
+        use_expandable_segments()
     program = Path(sys.argv[0]).name
     command = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
-    if ranks.size == 1:
-        alone = choose_device(device, 0)
-        if alone.type == "cuda":
-            use_expandable_segments()
-        backend = _backend_of(alone) if group_of_one else "none"
-        if group_of_one:
-            _start_group(HashStore(), backend, ranks, timeout_seconds, alone)
-        try:
-            yield World(device=alone, backend=backend, launcher=ranks.launcher, command=command)
-        finally:
-            if group_of_one:
-                dist.destroy_process_group()
+    place: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size, "device": own}
+    place |= {"launcher": ranks.launcher, "command": command}
+    if is_alone and not group_of_one:
+        yield World(**place)
         return
-    address = rendezvous(os.environ, ranks)
-    target = choose_device(device, ranks.local_rank)
     if ranks.launcher == "torchrun":
         _end_with_parent()
-    with joined(ranks, address, target, timeout_seconds, command) as world:
-        yield world
-
-
-@contextmanager
-def joined(
-    ranks: Ranks, address: tuple[str, int], device: torch.device, timeout_seconds: float, command: str = ""
-) -> Iterator[World]:
-    """The ranks of a run with their process group, also for a single rank; see `connected`.
-
-    Args:
-        ranks: this process.
-        address: host and port of the store.
-        device: device of this process.
-        timeout_seconds: how long a collective waits for a missing rank before it raises.
-        command: command that started this process.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        use_expandable_segments()
+    backend = "gloo"
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+        backend = "nccl"
     keep_gloo_here(address[0])
-    backend = _backend_of(device)
     store, watch = _meet(os.environ, backend, ranks, address, timeout_seconds)
-    place = ranks.rank, ranks.size, ranks.local_rank, device, backend, ranks.launcher, command
-    world = World(*place, timeout_seconds, watch=watch)
     try:
-        _start_group(store, backend, ranks, timeout_seconds, device)
-        yield world
+        _start_group(store, backend, ranks, timeout_seconds, own)
+        yield World(**place, backend=backend, timeout_seconds=timeout_seconds, watch=watch)
         dist.barrier()
     except BaseException as error:
         failure = watch.report(error)
@@ -139,11 +116,6 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _backend_of(device: torch.device) -> str:
-    """The backend of process groups on a kind of device."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def _meet(
     environment: Mapping[str, str],
     backend: str,
@@ -157,7 +129,7 @@ def _meet(
     keeps. Without such an agent rank 0 opens the store.
     """
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
-    kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    kept = ranks.size > 1 and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix, timeout = f"attempt-{restart}" if kept else "run", timedelta(seconds=timeout_seconds)
     try:
         serves = not kept and ranks.rank == 0

@@ -30,9 +30,6 @@ class MappedFiles:
     Files are allocated in full, so that a full disk is an error and not a signal later, and removed from their folder
     as soon as they are mapped: their space is free when the process ends, however it ends.
 
-    Args:
-        folder: existing folder.
-
     Raises:
         ValueError: there is no such folder, or it cannot be written.
     """
@@ -48,11 +45,6 @@ class MappedFiles:
             raise ValueError(
                 f"parallel.offload_folder={folder} cannot be written ({error.strerror}): choose another folder"
             ) from error
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes.values())
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape, dtype and division in a file, in contiguous order; its values are zeros.
@@ -86,11 +78,7 @@ class MappedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer whose state is in files: it steps one tensor after the other.
 
     `param_groups` and `state` belong to the wrapped optimizer; tensors of `state` are on the CPU between steps.
-    Counters of steps stay in memory.
-
-    Args:
-        wrapped: the optimizer, without state yet.
-        files: files of the state.
+    Counters of steps stay in memory. The wrapped optimizer has no state yet.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, files: MappedFiles) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from multipack.planning.matrix_flops import FLOPS_PER_BYTE
 from multipack.ranges import Amount, Count, Positive, Range, check_ranges
@@ -61,6 +61,9 @@ class ParallelConfig:
     World size = pipeline × data-parallel ranks × context × tensor; the number of data-parallel ranks follows from it.
     """
 
+    RETIRED: ClassVar[dict[str, Any]] = {"context_slack": 0.0}
+    """Settings that saved runs may have and that are gone."""
+
     data: Data = "ddp"
     """What data-parallel ranks divide: nothing, optimizer state, also gradients, also parameters, or all in groups."""
     replicate: Count = 0
@@ -71,8 +74,6 @@ class ParallelConfig:
     """Ranks that divide the tokens of every pack."""
     context_method: ContextMethod = "auto"
     """planned: documents on as many ranks as their cost asks for; ulysses: heads for tokens; auto: the cheaper one."""
-    context_slack: Annotated[float, Range(0, most=1)] = 0.0
-    """Share of slots that a context rank may have beyond equal parts of a pack (planned); 0 = equally many, always."""
     context_flops_per_byte: Amount = FLOPS_PER_BYTE
     """FLOPs of a device while it sends a byte to a context rank, which weigh bytes against balance (planned)."""
     pipeline: Positive = 1
@@ -89,12 +90,6 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         """Check settings and combinations that do not depend on the number of ranks."""
         check_ranges(self, "parallel.")
-        if self.context_slack and (self.context_method == "ulysses" or self.pipeline > 1):
-            other = "context_method=ulysses" if self.pipeline == 1 else f"pipeline={self.pipeline}"
-            raise ValueError(
-                f"parallel.context_slack={self.context_slack:g} gives context ranks unequal numbers of slots, and"
-                f" parallel.{other} needs equal ones: use parallel.context_slack=0"
-            )
         if self.replicate and self.data != "hsdp":
             raise ValueError(
                 f"parallel.replicate={self.replicate} is the number of groups of parallel.data=hsdp, and"
@@ -112,14 +107,12 @@ class ParallelConfig:
             )
 
     @property
-    def sync(self) -> Literal["step", "micro", "pipeline"]:
+    def sync(self) -> Literal["step", "micro"]:
         """When data-parallel ranks synchronize, which determines what the planner balances.
 
-        Shards are gathered for every micro-batch; without shards ranks synchronize once a step.
+        Shards are gathered, and stages of a pipeline wait, for every micro-batch; other ranks synchronize once a step.
         """
-        if self.pipeline > 1:
-            return "pipeline"
-        return "micro" if self.shards_parameters else "step"
+        return "micro" if self.shards_parameters or self.pipeline > 1 else "step"
 
     @property
     def strategy(self) -> DataStrategy:
@@ -166,12 +159,10 @@ class ParallelConfig:
     def resolved(self, shape: ModelShape, limited: bool = False) -> ParallelConfig:
         """The same settings, with ulysses in place of auto where the kernels of planned are not exact.
 
-        Args:
-            shape: shape of the decoder.
-            limited: whether the settings choose a backend, which only ulysses calls, or documents share tokens.
+        `limited`: the settings choose a backend, which only ulysses calls, or documents share tokens.
         """
-        limited = bool(limited or shape.window or shape.explicit_scores or shape.architecture)
-        return replace(self, context_method="ulysses") if limited and self.context_method == "auto" else self
+        is_auto = self.context_method == "auto"
+        return replace(self, context_method="ulysses") if is_auto and (limited or _unplanned(shape)) else self
 
     def placing(self, cost: CostModel, size: int) -> Placing | None:
         """How context ranks place packs, with elements of `size` bytes; None: ulysses, or cost without shape."""
@@ -182,7 +173,7 @@ class ParallelConfig:
         prices = Prices.of(cost.shape, self.context, self.tensor, self.context_flops_per_byte, size)
         if self.context_method == "planned":
             prices = replace(prices, token=None)  # then no pack exchanges heads for tokens
-        return Placing(cost, self.context, prices, self.tensor, self.context_slack)
+        return Placing(cost, self.context, prices, self.tensor)
 
     def data_size(self, world_size: int) -> int:
         """Number of data-parallel ranks among `world_size` ranks, a multiple of the ranks of one model replica."""
@@ -266,12 +257,7 @@ class ParallelConfig:
     ) -> None:
         """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
-        Args:
-            shape: shape of the decoder; a vocabulary of 0 is not known yet and not checked.
-            world_size: number of processes of the run.
-            capacity: maximum number of slots of a pack.
-            dtype: precision of forward passes.
-            resumed: whether the shape comes from a saved run and cannot change.
+        A vocabulary of 0 is not known yet and not checked. The shape of a run that is `resumed` cannot change.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
@@ -305,21 +291,15 @@ class ParallelConfig:
                 )
         near = self._nearest_ranks("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
         fewer = f" parallel.context={near}" if near != context else ""
-        if context > 1 and method == "planned" and (shape.window or shape.explicit_scores):
-            name = "window" if shape.window else shape.explicit_scores
+        unplanned = _unplanned(shape)
+        if context > 1 and method == "planned" and unplanned:
             yield (
                 "parallel.context_method=planned has its own attention kernels, without windows and soft caps, and"
-                f" this model has model.{name}={getattr(shape, name):g}: use parallel.context_method=ulysses{fewer}"
-            )
-        if context > 1 and method == "planned" and shape.architecture:
-            yield (
-                "parallel.context_method=planned has its own attention kernels, and model=hf:"
-                f"{shape.architecture} calls those of transformers: use parallel.context_method=ulysses{fewer}"
+                f" this model has {unplanned}: use parallel.context_method=ulysses{fewer}"
             )
         if context > 1 and method == "ulysses" and near != context:
             beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
-            limited = shape.window or shape.explicit_scores or shape.architecture
-            other = "" if limited else ", or parallel.context_method=planned"
+            other = "" if unplanned else ", or parallel.context_method=planned"
             yield (
                 f"parallel.context={context} (ulysses){beside} divides heads among {tensor * context} ranks, and"
                 f" model.heads={shape.heads} is no multiple of that: use parallel.context={near}{other}"
@@ -356,6 +336,14 @@ class ParallelConfig:
         given = int(getattr(self, name))
         available = world_size // (self.model_ranks // given)
         return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)
+
+
+def _unplanned(shape: ModelShape) -> str:
+    """What the attention of a model has and `planned` does not compute; empty = nothing."""
+    if shape.architecture:
+        return f"the attention of transformers (model=hf:{shape.architecture})"
+    name = "window" if shape.window else shape.explicit_scores
+    return f"model.{name}={getattr(shape, name):g}" if name else ""
 
 
 def _divisors(size: int) -> list[int]:

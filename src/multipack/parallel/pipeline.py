@@ -30,7 +30,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,14 +45,14 @@ from torch.distributed.pipelining import (
 
 from multipack.ops.autocast import keeping_copies
 from multipack.parallel.collectives import gather_bytes
-from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
+from multipack.parallel.engine import ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import Schedule
 from multipack.parallel.stages import stages_of_rank
 from multipack.parallel.state import local
 
-Autocast = Callable[[], AbstractContextManager[Any]]
-
+Kind = Literal["forward", "backward", "reduce"]
+"""A kind of pass of a stage."""
 _SCHEDULES: dict[Schedule, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -91,14 +90,14 @@ class PipelineEngine(ModelEngine):
         **more: Any,
     ) -> None:
         self._rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
-        self._stages = dict(zip(stages_of_rank(self._rank, ranks, schedule), stages, strict=True))
-        self._group = mesh.axis("pp").get_group()
-        self._schedule: Schedule = schedule
+        self.stages = dict(zip(stages_of_rank(self._rank, ranks, schedule), stages, strict=True))
+        self.group = mesh.axis("pp").get_group()
+        self.schedule: Schedule = schedule
+        self.width, self.hidden_dtype = width, hidden_dtype
         self._micro_batches = micro_batches
-        self._width, self._hidden_dtype = width, hidden_dtype
         self._slots = 0  # of every pack before ranks divide its tokens; known after the first step
         self._training: ScheduleRunner | None = None
-        self._holders = _shared_parameters(self._stages, ranks, self._group)
+        self._holders = _shared_parameters(self.stages, ranks, self.group)
         duplicates = [name for name, holders in self._holders.items() if holders[0] != self._rank]
         super().__init__(stages, optimizer, mesh, dtype, duplicates=duplicates, **more)
 
@@ -116,10 +115,9 @@ class PipelineEngine(ModelEngine):
             )
         self._slots = self._slots or micro_batches[0].num_slots
         batches = self._shares(micro_batches, self._slots)
-        if self._training is None:
-            self._training = self._runner_of(batches, trains=True)
+        self._training = self._training or ScheduleRunner(self, len(batches), self._slots, trains=True)
         with keeping_copies(self.world.device):
-            losses = self._training.step(batches, self.autocast, scale)
+            losses = self._training.step(batches, scale)
         self._sum_shared_gradients()
         forward, backward = self._training.marks("forward"), self._training.marks("backward", "reduce")
         return StepResult(self._counted_once(losses), forward, backward, self.clock)
@@ -128,10 +126,11 @@ class PipelineEngine(ModelEngine):
         """See `ModelEngine`; any number of packs with the same number of slots."""
         if not micro_batches:
             return []
-        batches = self._shares(micro_batches, micro_batches[0].num_slots)
+        slots = micro_batches[0].num_slots
+        batches = self._shares(micro_batches, slots)
         with self.evaluating():
             # Built for each call: its buffers have this number and size, and are freed afterwards.
-            losses = self._runner_of(batches, trains=False).step(batches, self.autocast, 1.0)
+            losses = ScheduleRunner(self, len(batches), slots, trains=False).step(batches)
         found: list[float] = self._counted_once(losses).tolist()
         return found
 
@@ -146,19 +145,6 @@ class PipelineEngine(ModelEngine):
                 )
         return [self._moved(batch) for batch in micro_batches]
 
-    def _runner_of(self, batches: Sequence[Any], *, trains: bool) -> ScheduleRunner:
-        shape = (batches[0].num_slots // self.mesh.sizes["tp"], self._width)
-        return ScheduleRunner(
-            self._stages,
-            self._group,
-            self._schedule,
-            (shape, self._hidden_dtype),
-            len(batches),
-            device=self.world.device,
-            clock=self.clock,
-            trains=trains,
-        )
-
     @torch.no_grad()
     def _sum_shared_gradients(self) -> None:
         """Add up gradients of parameters that two ranks share; as a + b is b + a, copies stay bitwise equal."""
@@ -172,8 +158,8 @@ class PipelineEngine(ModelEngine):
             own = gradient.to(self.world.device).contiguous()
             received = torch.empty_like(own)
             (other,) = set(ranks) - {self._rank}  # first and last stage: of tied embeddings
-            send = dist.P2POp(dist.isend, own, group=self._group, group_peer=other)
-            receive = dist.P2POp(dist.irecv, received, group=self._group, group_peer=other)
+            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=other)
+            receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=other)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             gradient.copy_(own + received)
@@ -203,67 +189,48 @@ class Pass(NamedTuple):
     stage: int
     micro_batch: int
     """−1 = the reduction of gradients, once a step."""
-    kind: Literal["forward", "backward", "reduce"]
+    kind: Kind
     began: Any
     ended: Any
 
 
 class ScheduleRunner:
-    """A schedule over this rank's stages, for one number and one size of micro-batches.
+    """The schedule of an engine's stages, for one number and one size of micro-batches.
 
     Training and evaluation have one each: torch's buffers differ in whether they require gradients.
 
     Args:
-        stages: number → module of this rank's stages.
-        group, schedule: the ranks of the pipeline, and the order of passes.
-        hidden: shape and dtype of the hidden states between stages.
+        engine: the rank's stages, and the precision and order of their passes.
         micro_batches: number of micro-batches of a step.
-        device, clock: device of the stages, and its clock.
+        slots: slots of each pack.
         trains: whether there are backward passes.
 
     Attributes:
+        hidden: shape and dtype of the hidden states between stages.
         passes: passes of the last step, in order.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        group: dist.ProcessGroup,
-        schedule: Schedule,
-        hidden: tuple[tuple[int, int], torch.dtype],
-        micro_batches: int,
-        *,
-        device: torch.device,
-        clock: DeviceClock,
-        trains: bool,
-    ) -> None:
-        self.hidden, self.count, self.device, self.clock = hidden, micro_batches, device, clock
+    def __init__(self, engine: PipelineEngine, micro_batches: int, slots: int, *, trains: bool) -> None:
+        self.engine, self.count, self.scale = engine, micro_batches, 1.0
+        self.hidden = (slots // engine.mesh.sizes["tp"], engine.width), engine.hidden_dtype
         self.batches: list[Any] = []
         self.losses: dict[int, Tensor] = {}
         self.passes: list[Pass] = []
-        self.autocast: Autocast = nullcontext
-        self.scale = 1.0
-        total = dist.get_world_size(group) * len(stages)
-        # Under 1f1b stage s has at most `total − s` forward passes whose backward pass is still to come.
-        bounded = trains and schedule == "1f1b"
-        own = [
-            Stage(self, module, number, total, group, bounded=bounded, trains=trains)
-            for number, module in stages.items()
-        ]
-        kind = _SCHEDULES[schedule]
+        own = [Stage(self, number, trains) for number in engine.stages]
+        kind = _SCHEDULES[engine.schedule]
         if not trains:  # these schedules take any number of micro-batches
             kind = ScheduleGPipe if len(own) == 1 else ScheduleLoopedBFS
         loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
         stage_or_stages: Any = own[0] if len(own) == 1 else own
         self._schedule = kind(stage_or_stages, micro_batches, loss_fn=loss, scale_grads=False)
 
-    def step(self, batches: list[Any], autocast: Autocast, scale: float) -> Tensor:
+    def step(self, batches: list[Any], scale: float = 1.0) -> Tensor:
         """Run all passes; losses are multiplied by `scale` before their backward passes.
 
         Returns:
             (micro-batches,) summed losses (not scaled) on the rank of the last stage; zeros elsewhere.
         """
-        self.batches, self.autocast, self.scale = batches, autocast, scale
+        self.batches, self.scale = batches, scale
         self.losses, self.passes = {}, []
         # The schedule splits this into its elements: a stage gets the number of the micro-batch beside its input.
         numbers = torch.arange(self.count)
@@ -275,16 +242,14 @@ class ScheduleRunner:
             raise
         finally:
             self.batches = []
-        none = torch.zeros((), device=self.device)
+        none = torch.zeros((), device=self.engine.world.device)
         return torch.stack([self.losses.get(number, none) for number in range(self.count)])
 
-    def record(
-        self, stage: int, micro_batch: int, kind: Literal["forward", "backward", "reduce"], began: Any
-    ) -> None:
+    def record(self, stage: int, micro_batch: int, kind: Kind, began: Any) -> None:
         """Record a pass that has just ended."""
-        self.passes.append(Pass(stage, micro_batch, kind, began, self.clock.mark()))
+        self.passes.append(Pass(stage, micro_batch, kind, began, self.engine.clock.mark()))
 
-    def marks(self, *kinds: str) -> list[tuple[Any, Any]]:
+    def marks(self, *kinds: Kind) -> list[tuple[Any, Any]]:
         """(began, ended) of the last step's passes of these kinds."""
         return [(each.began, each.ended) for each in self.passes if each.kind in kinds]
 
@@ -295,40 +260,33 @@ class ScheduleRunner:
 class Stage(PipelineStage):
     """torch's stage, which takes its batch from the runner and declares the shapes it sends and receives."""
 
-    def __init__(
-        self,
-        runner: ScheduleRunner,
-        module: nn.Module,
-        number: int,
-        total: int,
-        group: dist.ProcessGroup,
-        *,
-        bounded: bool,
-        trains: bool,
-    ) -> None:
-        shape, dtype = runner.hidden
+    def __init__(self, runner: ScheduleRunner, number: int, trains: bool) -> None:
+        engine, (shape, dtype) = runner.engine, runner.hidden
+        total = engine.mesh.sizes["pp"] * len(engine.stages)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         loss = torch.empty(1, dtype=exact, device="meta", requires_grad=trains)
         super().__init__(
-            module,
+            engine.stages[number],
             number,
             total,
-            runner.device,
+            engine.world.device,
             input_args=() if number == 0 else (hidden,),
             output_args=(loss,) if number == total - 1 else (hidden,),
-            group=group,
+            group=engine.group,
         )
         self._runner: ScheduleRunner = weakref.proxy(runner)  # no cycle: buffers are freed with the runner
-        # Buffers of a stage; micro-batch i receives into buffer i mod their number.
+        # Buffers of a stage; micro-batch i receives into buffer i mod their number. Under 1f1b stage s has at most
+        # `total − s` forward passes whose backward pass is still to come.
+        bounded = trains and engine.schedule == "1f1b"
         self._receives = total - number if bounded else runner.count
         self._receives_gradients = 2 if bounded else runner.count
 
     def forward_maybe_with_nosync(self, *args: Tensor, number: Tensor) -> Tensor:
         """Call the stage's module with the pack of this number."""
         index = int(number)
-        began = self._runner.clock.mark()
-        with self._runner.autocast():
+        began = self._runner.engine.clock.mark()
+        with self._runner.engine.autocast():
             output: Tensor = super().forward_maybe_with_nosync(self._runner.batches[index], *args)  # type: ignore[no-untyped-call]
         if self.is_last:
             self._runner.losses[index] = output.detach()
@@ -345,7 +303,7 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Time torch's backward pass of a micro-batch."""
-        began = self._runner.clock.mark()
+        began = self._runner.engine.clock.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self._runner.record(self.stage_index, bwd_chunk_id, "backward", began)
@@ -353,7 +311,7 @@ class Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Time torch's reduction of gradients; forward-only schedules call it too."""
         if self.has_backward:
-            began = self._runner.clock.mark()
+            began = self._runner.engine.clock.mark()
             super().perform_reduce_grad(grad_scale_factor)
             self._runner.record(self.stage_index, -1, "reduce", began)
 

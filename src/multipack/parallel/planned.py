@@ -84,13 +84,7 @@ class Schedule(Movable):
 
     @classmethod
     def of(cls, placement: Placement, rank: int, slots: int = 0) -> Schedule:
-        """The work of a rank.
-
-        Args:
-            placement: placement of the pack's documents.
-            rank: the rank.
-            slots: slots that the rank computes, with padding; 0 = one for each of its tokens.
-        """
+        """The work of a rank, which computes this number of slots, with padding; 0 = one for each of its tokens."""
         own = np.flatnonzero(placement.rank == rank)
         sizes = placement.sizes
         # Of an own piece its first row; of a document its range of pieces, which are in the order of tokens.

@@ -56,13 +56,7 @@ def open_loader(
 ) -> PackedLoader:
     """The loader of a rank: of its own documents, or of packs that a reader scatters; collective over all ranks.
 
-    Args:
-        documents: indexed by the sampler's numbers.
-        sampler: the plan, dealt to this rank.
-        collator: makes a batch of documents.
-        mesh: the ranks.
-        readers: data-parallel ranks that read; 0 = every rank reads its own packs.
-        prefetch: batches made ahead.
+    `readers` are data-parallel ranks; 0 = every rank reads its own packs. `prefetch` batches are made ahead.
     """
     if not readers or mesh.world.size == 1:
         return PackedLoader(documents, sampler, collator, prefetch)
@@ -70,7 +64,7 @@ def open_loader(
 
 
 class ScatteredLoader(PackedLoader):
-    """A loader whose packs come from a reader rank; see `open_loader` for the arguments.
+    """A loader whose packs come from a reader rank.
 
     If a reader fails, the iteration ends on all its ranks with the reader's message.
 

@@ -39,14 +39,9 @@ def head_layers(shape: ModelShape) -> float:
 def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[range, ...]:
     """Split a model's layers into stages of nearly equal cost.
 
-    Args:
-        layers: number of layers, all of equal cost.
-        stages: number of stages; each gets at least one layer.
-        head: cost of the projection onto the vocabulary, which the last stage computes, in layers.
-
-    Returns:
-        The layers of every stage. The cost of the most expensive stage is minimal; among equally good splits the
-        later stage gets the layer, because earlier stages hold more micro-batches.
+    Each stage gets at least one layer, and the last one the projection onto the vocabulary, which costs as much as
+    `head` layers. The cost of the most expensive stage is minimal; among equally good splits the later stage gets the
+    layer, because earlier stages hold more micro-batches.
 
     Raises:
         ValueError: there are fewer layers than stages.

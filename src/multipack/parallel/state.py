@@ -67,10 +67,7 @@ def slot_difference(
 ) -> str:
     """How saved optimizer state differs from this rank's, for an error message; empty if it does not.
 
-    Args:
-        own: this rank's state, see `optimizer_state`.
-        saved: names and whole shapes of the saved state of all parameters.
-        trained: names of the model's parameters that this rank does not hold frozen.
+    `trained` are names of the model's parameters that this rank does not hold frozen.
     """
     parameters = {name.rpartition(".")[0] for name in own}
     unknown = [
@@ -118,28 +115,11 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def squared_norms(
-    tensors: Mapping[str, Tensor], names: Sequence[str], mesh: Mesh, duplicates: Collection[str] = ()
-) -> dict[str, float]:
-    """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
-
-    Args:
-        tensors: this rank's tensors by name; missing ones count as zeros.
-        names: names of all tensors of the model, the same on every rank.
-        mesh: the ranks.
-        duplicates: names that this rank holds and another stage of its pipeline counts.
-    """
-    held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
-    squares = dict.fromkeys(names, 0.0)
-    squares |= dict(zip(held, _squares(list(held.values()), mesh).tolist(), strict=True))
-    if mesh.is_plain:
-        return squares
-    return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
-
-
-@torch.no_grad()
 def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
-    """The sum of `squared_norms` on the run's device, without a wait for it: 0-d float64; collective."""
+    """Squared 2-norm of the model's tensors over all ranks, on the run's device: 0-d float64; collective.
+
+    Tensors that this rank lacks count as zeros. Another stage of its pipeline counts `duplicates`.
+    """
     total = _squares([tensor for name, tensor in tensors.items() if name not in duplicates], mesh).sum()
     if not mesh.is_plain:
         dist.all_reduce(total)

@@ -26,9 +26,7 @@ def is_loopback(host: str) -> bool:
 def loopback_socket(host: str, port: int) -> int | None:
     """The descriptor of a listening socket for a store, which takes it over; None unless `host` is a loopback address.
 
-    Args:
-        host: address of the store.
-        port: port of the store; 0 = a free one.
+    Port 0 is a free one.
 
     Raises:
         OSError: the port is taken.

@@ -37,7 +37,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import signature
 from typing import Any, ClassVar, cast
 
 import torch
@@ -49,7 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.lora import ADAPTER, LoraLinear
-from multipack.ops.loss import LOSS_ATTRIBUTES
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
 from multipack.ops.quantized import PARTS, Quantized
 from multipack.parallel.collectives import Group, all_gather, all_reduce, identity, reduce_scatter
@@ -60,7 +59,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     """Divide the model's parameters among the ranks of a mesh, in place and without communication.
 
     Parameters become `DTensor`s on the mesh under the same names. Modules get a `forward` that exchanges divided
-    activations; losses get all tokens, the rank's rows of the output embedding and `group=`.
+    activations; the loss gets all tokens, the rank's rows of the output embedding and `group=`.
 
     Args:
         model: a model on the meta device, or with equal values on all ranks.
@@ -70,25 +69,22 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
 
     Raises:
         ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
-            a dimension is not a multiple of the number of ranks; or a loss takes no `group`.
+            a dimension is not a multiple of the number of ranks; or the loss is not of ops/loss.py.
     """
     group = mesh.get_group()
     ranks = mesh.size()
     found = [
         (name, module, _divided_type(name, module, plan, ranks)) for name, module in model.named_modules()
     ]
-    losses = {
-        name: _over_vocabulary(name, getattr(model, name), group)
-        for name in LOSS_ATTRIBUTES
-        if getattr(model, name, None) is not None
-    }
+    decoder: Any = model
+    loss = _over_vocabulary(decoder.loss_function, group) if hasattr(model, "loss_function") else None
     for name, module, divided_type in found:
         if divided_type is not None:
             _divide(name, module, divided_type, mesh)
         elif _kind_of(name, plan) == "gathers":
             module.register_forward_pre_hook(lambda _, inputs: (_all_tokens(inputs[0], group), *inputs[1:]))
-    for name, loss in losses.items():
-        setattr(model, name, loss)
+    if loss is not None:
+        decoder.loss_function = loss
 
 
 def pieces(
@@ -365,17 +361,16 @@ def _all_tokens(x: Tensor, group: Group) -> Tensor:
     return all_gather(in_autocast_dtype(x), group=group)
 
 
-def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
+def _over_vocabulary(loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
     """Wrap a loss function for hidden states of T / ranks tokens and a vocabulary that the group divides."""
-    if "group" not in signature(loss).parameters:
+    if loss not in (linear_cross_entropy, linear_log_probabilities):
         raise ValueError(
-            f"the model's {attribute} is {getattr(loss, '__name__', loss)}, which takes no group= and so needs the"
-            " whole vocabulary, which tensor parallelism divides: use multipack.linear_cross_entropy, or"
-            " parallel.tensor=1"
+            f"the model's loss_function is {getattr(loss, '__name__', loss)}, which needs the whole vocabulary, which"
+            " tensor parallelism divides: use multipack.linear_cross_entropy, or parallel.tensor=1"
         )
 
     def divided(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return loss(_all_tokens(hidden, group), local(weight), targets, group=group, **options)
+        return loss(_all_tokens(hidden, group), local(weight), targets, **{**options, "group": group})
 
     return divided
 

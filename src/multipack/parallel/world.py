@@ -25,7 +25,6 @@ class World:
 
     Attributes:
         rank, size: rank of this process, and number of processes.
-        local_rank: rank of this process on its host.
         device: device of this process.
         backend: backend of the process group: gloo, nccl, or none, as in a run of one process.
         launcher, command: launcher and command that started this process.
@@ -36,7 +35,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     launcher: str = "none"

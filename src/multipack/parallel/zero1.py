@@ -13,11 +13,11 @@ cannot be broadcast); here each rank broadcasts its local part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.parallel.state import local
@@ -73,26 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient
         for owner, held in enumerate(self._owned):
-            for bucket in _buckets([local(each) for each in held]):
-                together = torch.cat([each.reshape(-1) for each in bucket])
-                dist.broadcast(together, group=self._group, group_src=owner)
-                for value, part in zip(
-                    bucket, torch.split(together, [each.numel() for each in bucket]), strict=True
-                ):
-                    value.copy_(part.view_as(value))
-
-
-def _buckets(values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighboring tensors of one dtype, of at most `BUCKET_BYTES` together or alone."""
-    bucket: list[Tensor] = []
-    for value in values:
-        size = sum(each.nbytes for each in bucket) + value.nbytes
-        if bucket and (size > BUCKET_BYTES or value.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(value)
-    if bucket:
-        yield bucket
+            if held:
+                dist._broadcast_coalesced(self._group, [local(each) for each in held], BUCKET_BYTES, owner)
 
 
 def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,7 +45,7 @@ _FRACTIONS = 1 << 32
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RankBatches(Sequence[list[list[int]]]):
+class RankBatches:
     """The micro-batches of each rank, made by `balance`: `result[rank][m]` is a list of document numbers.
 
     Attributes:
@@ -67,19 +67,16 @@ class RankBatches(Sequence[list[list[int]]]):
     def __len__(self) -> int:
         return self.ranks
 
-    @overload
-    def __getitem__(self, rank: int) -> list[list[int]]: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[list[list[int]]]: ...
-    def __getitem__(self, rank: int | slice) -> list[list[int]] | list[list[list[int]]]:
+    def __getitem__(self, rank: int) -> list[list[int]]:
         """The micro-batches of a rank, the costliest first; document numbers rise inside each."""
-        if isinstance(rank, slice):
-            return [self[number] for number in range(*rank.indices(self.ranks))]
         number = rank + self.ranks if rank < 0 else rank
         if not 0 <= number < self.ranks:
             raise IndexError(f"rank {rank} of {self.ranks}")
         first = number * self.micro_batches
         return [self.packs[first + m].tolist() for m in range(self.micro_batches)]
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        return (self[rank] for rank in range(self.ranks))
 
     def __repr__(self) -> str:
         return (
@@ -110,7 +107,6 @@ def balance(
     cost: Cost = None,
     groups: ArrayLike | None = None,
     together: Together = "rank",
-    shared: ArrayLike | None = None,
 ) -> RankBatches:
     """Divide documents among ranks and micro-batches, with equal costs of ranks under a limit of tokens.
 
@@ -125,9 +121,6 @@ def balance(
             least 0; or a function of the lengths that returns them.
         groups: (documents,) the group of each document: integers or strings. A group is not divided among ranks.
         together: `rank`, or `micro_batch`: a group is not divided among micro-batches either.
-        shared: (documents,) first tokens, at most all, that a document has in common with its whole group and that are
-            computed once a group, as by `PackedCollator(min_prefix=…)`; for groups in one micro-batch, and costs by
-            tokens, a model or a function.
 
     Raises:
         ValueError: a value that is not allowed, a document or group above the budget, or too few documents or groups
@@ -138,18 +131,6 @@ def balance(
     limit = int(tokens.sum()) if budget is None else check_integer("budget", budget)
     check_choice("together", together, Together)
     costs = _check_cost(cost, tokens, ranks)
-    if shared is not None:
-        is_known = cost is None or callable(cost) or isinstance(cost, CostModel | ModelShape)
-        if groups is None or together != "micro_batch" or not is_known:
-            raise ValueError(
-                "shared= counts tokens that a group computes once: give groups=, together='micro_batch', and cost=None,"
-                " a model or a function of lengths"
-            )
-        again = _repeated_tokens(shared, _check_groups(groups, len(tokens)), tokens)
-        # In one call: non-integer costs are rounded to a fraction of the largest.
-        both = _check_cost(cost, np.concatenate([tokens, again]), ranks)
-        costs = both[: len(tokens)] - np.where(again > 0, both[len(tokens) :], 0)
-        tokens = tokens - again
     if tokens.max() > limit:
         raise ValueError(
             f"{name_documents(tokens, tokens > limit)}, but a micro-batch holds budget={limit:,}; raise the budget to"
@@ -385,23 +366,6 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
     if float(given.sum(dtype=np.float64)) * ranks >= 1 << 61:
         raise ValueError(f"the sum of the costs times {ranks} must be below 2^61; divide them by a constant")
     return given.astype(np.int64)
-
-
-def _repeated_tokens(shared: ArrayLike, members: Integers, tokens: Integers) -> Integers:
-    """(documents,) tokens of each document that the first one of its group computes, too."""
-    given = check_integers("shared", shared)
-    first = np.full(int(members.max()) + 1, -1, dtype=np.int64)
-    first[members[::-1]] = np.arange(len(members))[::-1]
-    if (
-        given.shape != tokens.shape
-        or (given < 0).any()
-        or (given > tokens).any()
-        or (given != given[first[members]]).any()
-    ):
-        raise ValueError(
-            f"shared must be {len(tokens):,} whole numbers, one a document, at most its tokens, and equal in a group"
-        )
-    return np.where(np.arange(len(members)) == first[members], 0, given)
 
 
 def _check_groups(groups: ArrayLike, documents: int) -> Integers:

@@ -1,7 +1,7 @@
 """`Items`: what a plan places, in the order of an epoch. Every document is an item, or documents share one.
 
 documents      0 1 2 3 4 …         lengths, targets, weights
-`Items`        3 0 4 1 2           each document; slots: its tokens, padded to `align`
+`Items`        3 0 4 1 2           each document; slots: its tokens
 `SharedItems`  {3, 0} {4} {1, 2}   documents that share the tokens of their beginnings; slots: distinct tokens
 """
 

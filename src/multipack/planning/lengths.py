@@ -86,13 +86,12 @@ def check_integers(name: str, values: ArrayLike) -> Integers:
     return array.astype(np.int64, copy=False)
 
 
-def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 1) -> Integers:
+def check_lengths(lengths: ArrayLike, capacity: int | None = None) -> Integers:
     """Lengths as a (documents,) int64 array.
 
     Args:
         lengths: a list or array of integers.
         capacity: if given, no document may be longer.
-        align: multiple that documents are padded to; padded, they may not exceed the capacity.
 
     Raises:
         ValueError: empty, not one-dimensional, not integers, below 1, or above the capacity; documents are named by
@@ -105,13 +104,10 @@ def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 
         raise ValueError("every document needs at least 1 token: " + name_documents(checked, checked < 1))
     if capacity is not None:
         capacity = check_integer("capacity", capacity, most=LARGEST_CAPACITY)
-        most, longest = capacity // align * align, int(checked.max())
-        if longest > most:
-            padded = "" if align == 1 else f" and documents are padded to multiples of align={align}"
+        if (longest := int(checked.max())) > capacity:
             raise ValueError(
-                f"{name_documents(checked, checked > most)}, but a pack holds capacity={capacity:,}{padded};"
-                f" raise the capacity to {-(-longest // align) * align:,}, or truncate, split or drop documents longer"
-                f" than {most:,} tokens first"
+                f"{name_documents(checked, checked > capacity)}, but a pack holds capacity={capacity:,}; raise the"
+                f" capacity to {longest:,}, or truncate, split or drop documents longer than {capacity:,} tokens first"
             )
     return checked
 

@@ -23,8 +23,8 @@ Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
 LossWeighting = Literal["token", "document"]
-Sync = Literal["micro", "step", "pipeline"]
-"""Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
+Sync = Literal["micro", "step"]
+"""Where ranks wait for each other: at every micro-batch (`micro`) or once a step (`step`)."""
 
 LARGEST = 1 << 22
 """Most packs of a step, steps of a window, and so on: larger numbers would ask for memory that no plan needs."""
@@ -43,8 +43,8 @@ class PlanOptions:
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
-    RETIRED: ClassVar[tuple[str, ...]] = ("effort", "cost")
-    """Settings that saved runs may have and that are gone."""
+    RETIRED: ClassVar[dict[str, Any]] = {"effort": 1, "cost": "flops", "align": 1}
+    """Settings that saved runs may have and that are gone → their former defaults."""
 
     capacity: int = 2048
     """Maximum tokens of a pack: the hard limit, set by memory."""
@@ -66,8 +66,6 @@ class PlanOptions:
     """Maximum documents of a pack; 0 = no limit."""
     group: bool = True
     """Packs with costly long documents share steps: better balance, less random steps."""
-    align: int = 1
-    """Each document is padded to a multiple of this many tokens (2 · context · tensor parallel, fp8 tiles)."""
 
     def __post_init__(self) -> None:
         """Check every field, and fields against each other.
@@ -75,7 +73,7 @@ class PlanOptions:
         Raises:
             ValueError: the message names the setting, what was given and what is legal.
         """
-        for name in ("packs_per_step", "window", "align"):
+        for name in ("packs_per_step", "window"):
             object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name), most=LARGEST))
         capacity = check_integer("plan.capacity", self.capacity, most=LARGEST_CAPACITY)
         object.__setattr__(self, "capacity", capacity)
@@ -86,11 +84,6 @@ class PlanOptions:
             )
         for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
             check_choice(f"plan.{name}", getattr(self, name), choices)
-        if self.align > self.capacity:
-            raise ValueError(
-                f"plan.align={self.align} exceeds plan.capacity={self.capacity}: a document of one token would not fit;"
-                " lower plan.align or raise plan.capacity"
-            )
         if self.budget > self.capacity:
             raise ValueError(
                 f"plan.budget={self.budget:,} is the mean of a pack and cannot exceed plan.capacity={self.capacity:,};"
@@ -131,11 +124,6 @@ class PlanOptions:
         """Tokens of a pack to aim at: the budget, or the capacity."""
         return self.budget or self.capacity
 
-    @property
-    def longest(self) -> int:
-        """Maximum slots of a document: the capacity, rounded down to a multiple of `align`."""
-        return self.capacity // self.align * self.align
-
     def key(self, cost: dict[str, int], steps: int | None = None) -> dict[str, Any]:
         """Plain values that determine the steps, together with the documents: part of the fingerprint.
 
@@ -146,7 +134,8 @@ class PlanOptions:
         names = {field.name for field in fields(self)} - {"micro_batches"}
         values = {name: getattr(self, name) for name in names}
         balanced = cost if self.balance == "cost" else self.balance
-        return values | {"budget": self.mean, "steps": steps, "cost": balanced}
+        # Documents could once be padded to multiples; the same plans keep their fingerprints.
+        return values | {"budget": self.mean, "steps": steps, "cost": balanced, "align": 1}
 
     def full_steps(self, tokens: int, documents: int) -> int:
         """Steps that are filled by this many tokens, or by this many documents where their number is limited."""
@@ -157,10 +146,6 @@ class PlanOptions:
         """Minimum steps for this many tokens and documents."""
         limit = self.max_documents or self.capacity
         return -(-max(-(-tokens // self.mean), -(-documents // limit)) // self.packs_per_step)
-
-    def slots(self, lengths: Integers) -> Integers:
-        """(documents,) slots that each document takes in a pack: its length, padded to a multiple of `align`."""
-        return lengths if self.align == 1 else -(-lengths // self.align) * self.align
 
     def most_documents(self, slots: Integers, repeated: bool) -> int:
         """Maximum documents of a pack; `repeated`: a document may occur several times, because it is carried over."""
@@ -194,10 +179,6 @@ def check_item_options(options: PlanOptions, setting: str) -> None:
     Raises:
         ValueError: the message names the option and what to use.
     """
-    if options.align != 1:
-        raise ValueError(
-            f"plan.align={options.align} pads each document, and {setting} divides them: use plan.align=1"
-        )
     if options.max_documents:
         raise ValueError(
             f"plan.max_documents={options.max_documents} counts documents, and {setting} places several at once: use"
@@ -214,6 +195,12 @@ def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, A
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`capacity from 128 to 256` for each option of a plan that was another one; both are keys of plans."""
+    changed = [name for name in now if name not in before or before[name] != now[name]]
+    return [f"{name} from {short(before.get(name))} to {short(now[name])}" for name in changed]
+
+
 def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str, Any]) -> None:
     """`ValueError`, which says what changed, if a saved state is of another plan."""
     saved = state["fingerprint"]
@@ -221,11 +208,7 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
         return
     theirs, ours = str(saved).split("-"), fingerprint.split("-")
     before = state.get("options")
-    named = [
-        f"{name} from {short(before[name])} to {key[name]!r}"
-        for name in key
-        if isinstance(before, dict) and name in before and before[name] != key[name]
-    ]
+    named = changed_options(before, key) if isinstance(before, dict) else []
     parts = (
         f"the planner's version (from {' '.join(theirs[0].split())[:20]} to {ours[0]})",
         "the documents' lengths",

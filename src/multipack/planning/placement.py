@@ -187,7 +187,6 @@ def place(
     ranks: int,
     slots: int,
     prices: Prices | None = None,
-    padded: bool = True,
 ) -> Placement:
     """Place the documents of a pack on ranks: a pure function, with the same result on every rank.
 
@@ -195,9 +194,8 @@ def place(
         lengths: (documents,) tokens of each document, in the order of the pack; may be empty.
         cost: the cost of documents, of a model without sliding windows.
         ranks: number of ranks.
-        slots: most tokens of a rank.
+        slots: slots that every rank computes, filled or not.
         prices: what exchange costs; None = nothing.
-        padded: whether every rank computes all its slots; otherwise only its tokens count.
 
     Raises:
         ValueError: the documents have more tokens than all ranks have slots, or the model has sliding windows.
@@ -213,8 +211,7 @@ def place(
         raise ValueError(
             f"{total:,} tokens do not fit into {ranks} ranks of {slots:,} slots: use at least {-(-total // ranks):,}"
         )
-    rates = cost.quadratic * (checked + 1) + (0 if padded else cost.linear)  # of a token, on average
-    computed = slots if padded else 0
+    rates = cost.quadratic * (checked + 1)  # of a token, on average
     best, least, tried = None, -1, b"none"
     for budget in _budgets(checked, rates, ranks):
         limit = np.clip(budget // np.maximum(rates, 1), 1, max(slots, 1))
@@ -222,14 +219,14 @@ def place(
         if parts.tobytes() == tried:
             continue
         found, tried = _placed(checked, rates, parts, ranks, slots), parts.tobytes()
-        reached = found.slowest(cost, prices, computed)
+        reached = found.slowest(cost, prices, slots)
         if best is None or _lower(reached, least):
             best, least = found, reached
-        costs = found.costs(cost, computed)
+        costs = found.costs(cost, slots)
         if not _lower(int(costs.sum()) // ranks, int(costs.max())):
             break  # balanced: smaller parts only send more
     assert best is not None  # there is at least one budget
-    if padded and prices.key:
+    if prices.key:
         ring = head_tail(checked, ranks, slots)
         return ring if _lower(ring.slowest(cost, prices, slots), least) else best
     return best
@@ -243,36 +240,22 @@ class Placing:
     ranks: int  # number of context ranks
     prices: Prices  # what exchange costs
     multiple: int = 1  # number that divides the slots of every rank (tensor ranks)
-    # share of slots that a rank may have beyond equal parts; 0 = all ranks compute equally many
-    slack: float = 0.0
 
-    def __call__(self, lengths: ArrayLike, slots: int) -> tuple[Placement | None, Integers]:
-        """Place a pack of this many slots.
-
-        Returns:
-            The placement, None = Ulysses; and the (ranks,) slots that each rank computes.
-        """
-        cheaper = self.cheaper(self.planned(lengths, slots), slots)
-        if cheaper is None or not self.slack:
-            return cheaper, np.full(self.ranks, slots // self.ranks)
-        return cheaper, -(-np.maximum(cheaper.tokens, 1) // self.multiple) * self.multiple
+    def __call__(self, lengths: ArrayLike, slots: int) -> Placement | None:
+        """The placement of a pack of this many slots; None = Ulysses."""
+        return self.cheaper(self.planned(lengths, slots), slots)
 
     def planned(self, lengths: ArrayLike, slots: int) -> Placement:
         """The placement by cost of a pack of this many slots."""
-        return place(lengths, self.cost, self.ranks, self._most(slots), self.prices, not self.slack)
+        return place(lengths, self.cost, self.ranks, slots // self.ranks, self.prices)
 
     def cheaper(self, planned: Placement, slots: int) -> Placement | None:
         """`planned`, or None if an exchange of heads for tokens (Ulysses), which balances every pack, is cheaper."""
         if self.prices.token is None or not planned.sent.any():
             return planned
-        most = self._most(slots)
-        computed, each = (0, int(planned.tokens.sum()) // self.ranks) if self.slack else (most, most)
-        even = int(planned.costs(self.cost, computed).sum()) // self.ranks + self.prices.token * each
-        return None if _lower(even, planned.slowest(self.cost, self.prices, computed)) else planned
-
-    def _most(self, slots: int) -> int:
-        """Maximum slots of a rank, of a pack of this many."""
-        return int(slots // self.ranks * (1 + self.slack)) // self.multiple * self.multiple
+        each = slots // self.ranks
+        even = int(planned.costs(self.cost, each).sum()) // self.ranks + self.prices.token * each
+        return None if _lower(even, planned.slowest(self.cost, self.prices, each)) else planned
 
 
 def head_tail(lengths: ArrayLike, ranks: int, slots: int) -> Placement:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.lengths import Integers
 from multipack.planning.placement import Placement, Placing, head_tail, key_bytes, token_bytes
@@ -56,7 +55,7 @@ def measure_context(
 
     Args:
         packs: lengths of the documents of each pack.
-        placing: the ranks, their cost model and prices; all ranks compute equally many slots.
+        placing: the ranks, their cost model and prices.
         slots: slots of a pack, a multiple of the ranks.
         shape: the decoder.
         size: bytes of an element.
@@ -64,7 +63,6 @@ def measure_context(
     Returns:
         Measures of ring, ulysses, planned and auto; ulysses alone for models that planned cannot compute exactly.
     """
-    each = slots // placing.ranks
     rows: dict[str, list[tuple[float, ...]]] = {"ring": [], "ulysses": [], "planned": [], "auto": []}
     for lengths in packs:
         placements: dict[str, Placement | None] = {}
@@ -72,24 +70,32 @@ def measure_context(
             placements["ulysses"] = None
         if not placing.cost.sliding and not shape.explicit_scores:
             planned = placing.planned(lengths, slots)
-            placements["ring"] = head_tail(lengths, placing.ranks, each)
+            placements["ring"] = head_tail(lengths, placing.ranks, slots // placing.ranks)
             placements |= {"planned": planned, "auto": placing.cheaper(planned, slots)}
         for method, placement in placements.items():
-            rows[method].append(_of_pack(placement, lengths, placing, each))
-    return [_mean(method, np.array(of), shape, placing, each, size) for method, of in rows.items() if of]
+            rows[method].append(_of_pack(placement, lengths, placing, slots // placing.ranks, shape, size))
+    measures = []
+    for method, found in rows.items():
+        if found:
+            attention, step, *others = np.array(found).T
+            worst = attention.mean(), attention.max(), step.mean(), step.max()
+            measures.append(ContextMeasure(method, *map(float, [*worst, *(each.mean() for each in others)])))
+    return measures
 
 
 def _of_pack(
-    placement: Placement | None, lengths: Integers, placing: Placing, each: int
+    placement: Placement | None, lengths: Integers, placing: Placing, each: int, shape: ModelShape, size: int
 ) -> tuple[float, ...]:
-    """(attention, step, time, sent, received, exchanged) of a pack; `placement` is None for Ulysses."""
-    cost, prices = placing.cost, placing.prices
+    """(attention, step, time, sent, received, exchanged, payload) of a pack; `placement` is None for Ulysses."""
+    cost, prices, ranks = placing.cost, placing.prices, placing.ranks
     if placement is None:
-        mean = int(cost.cost(lengths).sum()) / placing.ranks if len(lengths) else 0
-        mean += cost.linear * (each - int(lengths.sum()) / placing.ranks)
-        return 1.0, 1.0, (mean + (prices.token or 0) * each) / max(mean, 1), 0.0, 0.0, 1.0
+        mean = int(cost.cost(lengths).sum()) / ranks if len(lengths) else 0
+        mean += cost.linear * (each - int(lengths.sum()) / ranks)
+        time = (mean + (prices.token or 0) * each) / max(mean, 1)
+        return 1.0, 1.0, time, 0.0, 0.0, 1.0, each * token_bytes(shape, ranks, placing.multiple, size)
     attention, costs = placement.attention, placement.costs(cost, each)
-    most = int(np.argmax(2 * placement.sent + placement.received))
+    exchanged = 2 * placement.sent + placement.received
+    most = int(np.argmax(exchanged))
     return (
         int(attention.max()) / max(attention.mean(), 1),
         int(costs.max()) / max(costs.mean(), 1),
@@ -97,16 +103,5 @@ def _of_pack(
         int(placement.sent[most]),
         int(placement.received[most]),
         0.0,
+        key_bytes(shape, placing.multiple, size) * int(exchanged[most]),
     )
-
-
-def _mean(
-    method: str, rows: NDArray[np.float64], shape: ModelShape, placing: Placing, each: int, size: int
-) -> ContextMeasure:
-    """The measure of a method from the rows of `_of_pack`."""
-    attention, step, time, sent, received, exchanged = rows.T
-    payload = key_bytes(shape, placing.multiple, size) * (2 * sent + received)
-    payload += exchanged * each * token_bytes(shape, placing.ranks, placing.multiple, size)
-    slowest = (attention.mean(), attention.max(), step.mean(), step.max())
-    means = (float(each.mean()) for each in (time, sent, received, exchanged, payload))
-    return ContextMeasure(method, *map(float, slowest), *means)

@@ -59,10 +59,10 @@ class SingleDocuments(ItemSource):
         targets: ArrayLike | None = None,
         weights: ArrayLike | None = None,
     ) -> None:
-        self.lengths = check_lengths(lengths, options.capacity, options.align)
+        self.lengths = check_lengths(lengths, options.capacity)
         self.targets = None if targets is None else check_targets(targets, self.lengths)
         self.weights = None if weights is None else check_weights(weights, len(self.lengths))
-        self._options, self._slots = options, options.slots(self.lengths)
+        self._options = options
 
     def items(
         self, seed: int = 0, epoch: int = 0, carried: ArrayLike | None = None, widened: int = 1
@@ -76,9 +76,9 @@ class SingleDocuments(ItemSource):
             targets=self.targets,
             weights=self.weights,
             carried_in=opening,
-            slots=self._slots,
+            slots=self.lengths,
             sequence=np.concatenate([opening, own]).astype(np.uint32 if documents < 1 << 32 else np.int64),
-            most_documents=options.most_documents(self._slots, options.tail == "carry" or len(opening) > 0),
+            most_documents=options.most_documents(self.lengths, options.tail == "carry" or len(opening) > 0),
         )
 
 
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def slots(self) -> Integers:
-        """(all items,) int64 slots of each item in a pack: a document's length, padded to `align`."""
+        """(all items,) int64 slots of each item in a pack: a document's length, or the distinct tokens of several."""
         return self.items.slots
 
     @property
@@ -186,11 +186,6 @@ class Plan:
         return self.options.packs_per_step
 
     @property
-    def align(self) -> int:
-        """Multiple that each document is padded to; the collator must use the same."""
-        return self.options.align
-
-    @property
     def num_steps(self) -> int:
         """Number of global steps of the epoch."""
         return len(self.step_offsets) - 1
@@ -213,7 +208,7 @@ class Plan:
     @property
     def longest(self) -> int:
         """Number of slots of the longest document, planned or not: a constant for kernels."""
-        return int(self.options.slots(self.lengths.max()))
+        return int(self.lengths.max())
 
     @property
     def min_prefix(self) -> int | None:
@@ -279,8 +274,8 @@ class Plan:
         Args:
             step: index of the global step in the epoch.
             data_parallel_size: number of ranks that share the step, at most `packs_per_step`.
-            sync: when ranks synchronize: `micro` at each micro-batch (FSDP), `step` once per step (DDP, ZeRO-1/2),
-                `pipeline` like micro.
+            sync: when ranks synchronize: `micro` at each micro-batch (FSDP, pipelines), `step` once per step (DDP,
+                ZeRO-1/2).
 
         Returns:
             `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. No pack is empty if there

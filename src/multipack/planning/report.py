@@ -35,7 +35,7 @@ class PlanReport:
     data_parallel_size: int
     """Number of ranks that share a step."""
     sync: Sync
-    """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
+    """Where ranks wait for each other: `micro` or `step`."""
     steps: int
     """Number of global steps of the epoch."""
     measured_steps: int
@@ -247,7 +247,7 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     `max_documents` limits packs). A document in its own step is up to half a step away.
     """
     limit, steps = plan.options.max_documents, np.repeat(np.arange(plan.num_steps), np.diff(_bounds(plan)))
-    sizes = plan.options.slots(plan.lengths[plan.document_order])
+    sizes = plan.lengths[plan.document_order]
     by_place = np.argsort(plan.items.places(plan.division.entries))
     share = np.maximum(sizes[by_place], plan.capacity // limit if limit else 1)
     place = np.empty(len(share))

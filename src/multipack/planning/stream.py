@@ -15,18 +15,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
-from multipack.planning.lengths import Integers, Packs, check_integer, offsets_of, short
+from multipack.planning.lengths import Integers, Packs, check_integer, offsets_of
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
     PlanOptions,
     Sync,
+    changed_options,
     check_choice,
     opened,
 )
@@ -45,36 +47,30 @@ class _Queue:
     """The documents in memory when a window begins, and the position of the source after them."""
 
     rows: list[list[Any]] = field(default_factory=list)
-    """[position in the source, tokens, target tokens, seen, item] of each document, deferred documents first; seen is
-    the first step of the window that first deferred it, or −1."""
+    """[position in the source, tokens, target tokens, item] of each document, deferred documents first."""
     deferred: int = 0  # documents
     window: int = 0  # index of the window, from 1; 0 before the first one
     step: int = 0  # steps before the window
     taken: int = 0  # steps of the window that were taken
     position: int = 0  # documents read from the source
-    longest_wait: int = 0  # of documents in the steps before the window
     epoch: int = 0
     ended: bool = False  # whether the source is exhausted
     source: Any = None  # the source's own state
 
     @cached_property
     def table(self) -> Integers:
-        """(documents, 4) int64: `rows` without the items."""
-        return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
+        """(documents, 3) int64: `rows` without the items."""
+        return np.array([row[:3] for row in self.rows], dtype=np.int64).reshape(-1, 3)
 
     def check(self, longest: int) -> None:
-        """`ValueError` if values of a saved queue do not fit together; `longest` is the most slots of a document."""
+        """`ValueError` if values of a saved queue do not fit together; `longest` is the most tokens of a document."""
         for each in fields(self):
             if each.type == "int":
                 check_integer(f"the saved stream state's {each.name}", getattr(self, each.name), 0, _LARGEST)
-        legal = isinstance(self.rows, list) and self.deferred <= len(self.rows) and type(self.ended) is bool
-        for row in self.rows if legal else ():
-            if len(row) != 5 or [type(value) for value in row[:4]] != [int] * 4:
-                legal = False
-                break
-            position, tokens, targets, seen, _ = row
-            legal = legal and 0 <= position < self.position and 0 <= targets < tokens <= longest
-            legal = legal and -1 <= seen <= self.step
+        legal = type(self.ended) is bool and self.deferred <= len(self.rows)
+        for row in self.rows:
+            legal = legal and len(row) == 4 and [type(value) for value in row[:3]] == [int] * 3
+            legal = legal and 0 <= row[0] < self.position and 0 <= row[2] < row[1] <= longest
         if not legal or len({row[0] for row in self.rows}) < len(self.rows):
             raise ValueError("the saved stream state is damaged: its documents or counts do not fit together")
 
@@ -97,13 +93,13 @@ class StreamStep:
 
     def __init__(self, stream: PackStream) -> None:
         """Make the next step of a stream's current window."""
-        self._stream, self._queue, self._index = stream, stream._queue, stream._taken
-        self._balanced, queue, packs = stream._balanced, stream._queue, stream._steps.packs(self._index)
-        entries = packs.order
-        self.number = queue.step + self._index
-        self.items = [queue.rows[entry][4] for entry in entries.tolist()]
-        self.positions, self.lengths, targets, _ = queue.table[entries].T
-        self.packs = Packs(np.arange(len(entries), dtype=np.int64), packs.offsets)
+        self._stream, self._balanced = stream, stream._balanced
+        self._after = replace(stream._queue, taken=stream._taken + 1)
+        packs = stream._steps.packs(stream._taken)
+        self.number = stream.step
+        self.items = [stream._queue.rows[entry][3] for entry in packs.order.tolist()]
+        self.positions, self.lengths, targets = stream._queue.table[packs.order].T
+        self.packs = Packs(np.arange(len(packs.order), dtype=np.int64), packs.offsets)
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
         self.denominator: float = denominator_of(targets, stream.loss_weighting)
 
@@ -112,14 +108,12 @@ class StreamStep:
 
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        options = self._stream.options
-        slots = options.slots(self.lengths)
-        costs = self._balanced.cost_of(slots, None)
-        return deal_packs(self.packs, slots, costs, options, data_parallel_size, sync, self.number)
+        options, costs = self._stream.options, self._balanced.cost_of(self.lengths, None)
+        return deal_packs(self.packs, self.lengths, costs, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, also if the stream was read ahead: plain values."""
-        return self._stream._state(replace(self._queue, taken=self._index + 1))
+        return self._stream._state(self._after)
 
 
 class PackStream:
@@ -131,10 +125,9 @@ class PackStream:
     takes its share of `step.deal(ranks, sync)`: steps and state do not depend on the number of ranks.
 
     Args:
-        documents: an iterable, or a function that takes a position and returns an iterator from there. To continue from
-            a state, or after an error of the source, a source with `state_dict` and `load_state_dict` loads its own
-            state, a function is called with the position, and a sequence is read from the position; any other iterable
-            must begin at `position`.
+        documents: an iterable. To continue from a state, or after an error of the source, a source with `state_dict`
+            and `load_state_dict` loads its own state, and any other iterable is read again without the documents before
+            `position`; an iterator must stand there.
         options: as in `multipack.plan`; `window` steps are planned together. `balance="joint"` is based on the lengths
             of a window's documents instead of all. With `tail="drop"` leftover documents at the end are in `left`.
         length: item → its number of tokens.
@@ -145,11 +138,9 @@ class PackStream:
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
     Attributes:
-        align: multiple that each document is padded to; the collator must use the same.
         most_documents: maximum number of documents of a pack.
-        longest: maximum number of slots of a document.
+        longest: maximum number of tokens of a document.
         min_prefix: always None: documents share no beginnings.
-        longest_wait: maximum number of steps so far from the window that first deferred a document to its step.
 
     Raises:
         TypeError: an option is unknown.
@@ -159,7 +150,7 @@ class PackStream:
 
     def __init__(
         self,
-        documents: Iterable[Any] | Callable[[int], Iterable[Any]],
+        documents: Iterable[Any],
         *,
         options: PlanOptions | None = None,
         length: Callable[[Any], int] = len,
@@ -175,14 +166,13 @@ class PackStream:
         check_choice("loss_weighting", loss_weighting, LossWeighting)
         self.options, self.loss_weighting, self.weights = chosen, loss_weighting, None
         self.seed = check_integer("seed", seed, None)
-        self.align, self.longest, self.min_prefix = chosen.align, chosen.longest, None
-        most = chosen.capacity // chosen.align
-        self.most_documents = min(chosen.max_documents or most, most)
+        self.longest, self.min_prefix = chosen.capacity, None
+        self.most_documents = min(chosen.max_documents or chosen.capacity, chosen.capacity)
         self._documents, self._length, self._targets = documents, length, targets
         self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
         own = {"algorithm": ALGORITHM, "seed": self.seed, "targets": targets is not None}
         self.key = chosen.key(self._cost_model.key()) | own
-        self._taken, self._was_read, self._finished = 0, False, False
+        self._was_read, self._finished = False, False
         self._iterator: Iterator[Any] | None = None
         self._begin(_Queue())
 
@@ -240,18 +230,14 @@ class PackStream:
         """
         names = [each.name for each in fields(_Queue)]
         with opened(state, "the saved stream state", "options", *names):
-            theirs = state["options"]
-            differences = [
-                f"{name} was {short(theirs.get(name))} and is {short(value)}"
-                for name, value in self.key.items()
-                if theirs.get(name, self) != value
-            ]
-            if differences:
+            if changed := changed_options(state["options"], self.key):
                 raise ValueError(
-                    f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the"
+                    f"the saved stream state belongs to another stream: {', '.join(changed)}; continue with the"
                     " same options, or start a new stream"
                 )
-            queue = _Queue(**{name: state[name] for name in names})
+            # Rows of earlier versions have a further number before the item.
+            rows = [[*row[:3], row[-1]] for row in state["rows"]]
+            queue = _Queue(**{name: state[name] for name in names} | {"rows": rows})
             queue.check(self.longest)
             self._begin(queue)
 
@@ -265,11 +251,10 @@ class PackStream:
                     self._finished = True
                     return
                 try:
-                    queue = self._next_queue()
+                    self._plan(self._next_queue())
                 except BaseException:
                     self._iterator = None  # it may skip documents
                     raise
-                self._plan(queue)
             step = StreamStep(self)
             self._taken += 1
             yield step
@@ -286,8 +271,8 @@ class PackStream:
 
     def _plan(self, queue: _Queue) -> None:
         """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
-        options, number, width = self.options, queue.window << 32, self.options.window
-        slots = options.slots(queue.table[:, 1])
+        options, width = self.options, self.options.window
+        slots = np.ascontiguousarray(queue.table[:, 1])
         ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
         balanced = self._cost_model.balanced(options.balance, slots) if len(slots) else self._cost_model
         steps = width if queue.window else 0
@@ -300,41 +285,34 @@ class PackStream:
             return balanced.cost_of(slots, None)
 
         rules = StepRules(options, price, self.seed, queue.epoch, fills_evenly=keep)
-        made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
-        counts = np.diff(made.pack_offsets[made.step_offsets])
-        step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]
-        self.longest_wait = int((step - seen)[seen >= 0].max(initial=queue.longest_wait))
-        self._queue, self._steps, self._balanced, self._taken = queue, made, balanced, queue.taken
+        number = queue.window << 32
+        self._steps = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
+        self._queue, self._balanced, self._taken = queue, balanced, queue.taken
 
     def _next_queue(self) -> _Queue:
         """The queue of the next window: the documents left by the current one, and new documents."""
         self._iterator = iterator = self._iterator or self._open()
-        options, before, made, rows = self.options, self._queue, self._steps, list[list[Any]]()
-        for place, number in enumerate(made.left(len(before.rows)).tolist()):
-            row = before.rows[number]
-            is_first = row[3] < 0 and place < len(made.deferred)
-            rows.append([*row[:3], before.step, row[4]] if is_first else row)
+        options, before, source = self.options, self._queue, self._documents
+        rows = [before.rows[number] for number in self._steps.left(len(before.rows)).tolist()]
         # A window takes `slots` more slots or `documents` more documents; then `ahead` documents may fill its gaps.
         packs = options.packs_per_step * options.window
         wanted = packs * options.mean
-        ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
+        ends = offsets_of(np.array([row[1] for row in rows], dtype=np.int64))
         slots, documents = wanted - int(ends[-1]), packs * self.most_documents - len(rows)
         ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
         position, item = before.position, None
         while ahead > 0 and (item := next(iterator, _END)) is not _END:
             rows.append(self._row(item, position))
             ahead -= slots <= 0 or documents <= 0
-            slots, documents = slots - -(-rows[-1][1] // self.align) * self.align, documents - 1
+            slots, documents = slots - rows[-1][1], documents - 1
             position += 1
-        source: Any = self._documents
         return replace(
             before,
             rows=rows,
-            deferred=len(made.deferred),
+            deferred=len(self._steps.deferred),
             window=before.window + 1,
-            step=before.step + len(made.step_sizes),
+            step=self.step,
             taken=0,
-            longest_wait=self.longest_wait,
             position=position,
             ended=item is _END,
             source=source.state_dict() if hasattr(source, "state_dict") else None,
@@ -342,24 +320,20 @@ class PackStream:
 
     def _open(self) -> Iterator[Any]:
         """Open the source at the position of the queue."""
-        documents: Any = self._documents
-        if hasattr(documents, "state_dict"):
-            if self._queue.source is not None:
-                documents.load_state_dict(self._queue.source)
+        source: Any = self._documents
+        if hasattr(source, "state_dict"):
+            if self._queue.source is None:
+                self._queue = replace(self._queue, source=source.state_dict())
             else:
-                self._queue = replace(self._queue, source=documents.state_dict())
-        elif not hasattr(documents, "__iter__"):
-            documents = documents(self.position)
-        elif hasattr(documents, "__getitem__") and hasattr(documents, "__len__"):
-            stored = documents
-            documents = (stored[place] for place in range(self.position, len(stored)))
-        elif iter(documents) is documents and self._was_read:
-            raise ValueError(
-                "documents is an iterator that was read before, and cannot be read again: give a list, a data set, or a"
-                " function that takes a position and returns an iterator from there"
-            )
+                source.load_state_dict(self._queue.source)
+            return iter(source)
+        documents = iter(source)
+        if documents is not source:
+            return islice(documents, self.position, None)
+        if self._was_read:
+            raise ValueError("documents is an iterator that was read before: give a list or a data set")
         self._was_read = True
-        return iter(documents)
+        return documents
 
     def _row(self, item: Any, position: int) -> list[Any]:
         """A document's row of the queue; `ValueError` if it has no token, or too many tokens or targets."""
@@ -372,4 +346,4 @@ class PackStream:
             )
         most = length - 1
         targets = most if self._targets is None else self._targets(item)
-        return [position, length, check_integer(f"the targets of {name}", targets, 0, most), -1, item]
+        return [position, length, check_integer(f"the targets of {name}", targets, 0, most), item]

@@ -14,6 +14,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +24,12 @@ from numpy.typing import NDArray
 from multipack.atomic import read_file
 from multipack.checksums import begins_with
 from multipack.reports.recorded import integers, whole
-from multipack.reports.run_data import Lines
-from multipack.run import STATE, RunDirectory, find_run
+from multipack.reports.run_data import Columns, Lines, RunData
+from multipack.run import STATE, RunDirectory
 
 Integers = NDArray[np.int64]
 
+NONE: Integers = np.empty(0, dtype=np.int64)
 MOST_NAMED = 5
 """Documents or steps that a sentence names."""
 
@@ -68,62 +70,48 @@ class Audit:
     notes: list[str] = field(default_factory=list)
 
 
-class _Recorded(NamedTuple):
-    """A step of documents.jsonl."""
+class _Plan(NamedTuple):
+    """The record of an epoch's plan with its first step; nothing is known without it."""
 
-    epoch: int
-    done: int  # steps of the epoch up to this one
-    documents: int
-
-
-@dataclass
-class _EpochRecords:
-    """The records of an epoch so far.
-
-    Attributes:
-        number, plan: number of the epoch, and the record of its plan, which is with its first step.
-        steps, documents: numbers of the recorded steps, and the documents of each.
-        next_index: index in the epoch of the step that must follow.
-        is_last: whether no record of another epoch follows.
-    """
-
-    number: int
-    plan: dict[str, Any] | None
-    steps: list[int] = field(default_factory=list)
-    documents: list[Integers] = field(default_factory=list)
-    next_index: int = 0
-    is_last: bool = True
-
-
-@dataclass
-class _PlanRecord:
-    """The record of an epoch's plan with its first step.
-
-    Attributes:
-        documents, steps: numbers of documents and steps; None where unknown.
-        carried_in, carried, dropped: documents; empty where unknown.
-        is_damaged: whether a value is missing or of another type.
-    """
-
-    documents: int | None
-    steps: int | None
-    carried_in: Integers
-    carried: Integers
-    dropped: Integers
-    is_damaged: bool
+    documents: int | None = None
+    steps: int | None = None
+    carried_in: Integers = NONE
+    carried: Integers = NONE
+    dropped: Integers = NONE
+    is_damaged: bool = False
 
     @classmethod
-    def of(cls, record: dict[str, Any] | None) -> _PlanRecord:
+    def of(cls, record: Any) -> _Plan:
         """Read a record; None = there is none."""
-        values = record or {}
-        documents, steps = (whole(values.get(name)) for name in ("documents", "steps"))
-        lists = [integers(values.get(name)) for name in ("carried_in", "carried", "dropped")]
-        is_damaged = record is not None and any(each is None for each in (documents, steps, *lists))
-        if is_damaged:
-            documents = steps = None
-        nothing = np.empty(0, dtype=np.int64)
-        carried_in, carried, dropped = (nothing if each is None else each for each in lists)
-        return cls(documents, steps, carried_in, carried, dropped, is_damaged)
+        if not isinstance(record, dict):
+            return cls()
+        values: list[Any] = [whole(record.get(name)) for name in ("documents", "steps")]
+        values += [integers(record.get(name)) for name in ("carried_in", "carried", "dropped")]
+        return cls(is_damaged=True) if any(each is None for each in values) else cls(*values)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A record of documents.jsonl."""
+
+    step: int
+    epoch: int
+    index: int  # in the epoch, from 0
+    documents: Integers
+    plan: _Plan
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> _Step | None:
+        """Read a record; None = it is not of a step."""
+        documents = integers(record.get("documents"))
+        step, epoch, index = (whole(record.get(name)) for name in ("step", "epoch", "index"))
+        if documents is None or step is None or epoch is None or index is None:
+            return None
+        return cls(step, epoch, index, documents, _Plan.of(record.get("plan") if index == 0 else None))
+
+
+Recorded = dict[int, tuple[int, int, int]]
+"""Step → its epoch, steps of the epoch up to this one, and number of documents."""
 
 
 def audit(path: str | Path) -> Audit:
@@ -133,45 +121,44 @@ def audit(path: str | Path) -> Audit:
         FileNotFoundError: `path` is not a run directory.
         ValueError: the run has no documents.jsonl: it is of an earlier version, or of log.documents=false.
     """
-    run, _ = find_run(path)
+    data = RunData(path)
+    run = data.run
     if not run.documents.exists() or not run.documents.stat().st_size:
         raise ValueError(
             f"{run.path} has no record of documents ({run.documents.name}): no step was taken, or the run is of an"
             " earlier version or of log.documents=false"
         )
-    found = Audit()
-    lines = Lines(run.documents)
-    recorded: dict[int, _Recorded] = {}
+    found, recorded, lines = Audit(), Recorded(), Lines(run.documents)
+    starts = [whole(event.get("step")) or 0 for event in data.history if event.get("event") == "start"]
+    records = _in_order(lines, min(starts, default=0) + 1, found, recorded)
+    epochs = (list(steps) for _, steps in groupby(records, key=lambda record: record.epoch))
     carried: Integers | None = None
-    history = [event for _, event in Lines(run.history).new()]
-    starts = [whole(event.get("step")) or 0 for event in history if event.get("event") == "start"]
-    for epoch in _epochs(lines, min(starts, default=0) + 1, found, recorded):
-        carried = _close(epoch, carried, _end_of_stream(history), found)
+    for steps, following in pairwise(chain(epochs, [None])):
+        assert steps is not None
+        carried = _account(steps, following is None, carried, _end_of_stream(data.history), found)
     if lines.torn:
         found.notes.append(
             "the last line of documents.jsonl is incomplete: its writer was killed, or is writing"
         )
     found.problems += [problem for problem in lines.problems if "cannot be read" in problem]
-    _compare_metrics(run, recorded, found)
+    _compare_metrics(data.steps, recorded, found)
     _compare_checkpoints(run, recorded, found)
     return found
 
 
-def _epochs(
-    lines: Lines, first: int, found: Audit, recorded: dict[int, _Recorded]
-) -> Iterator[_EpochRecords]:
-    """The epochs in order; adds to `recorded`, by step, and to the problems and notes of `found`.
+def _in_order(lines: Lines, first: int, found: Audit, recorded: Recorded) -> Iterator[_Step]:
+    """The records; adds to `recorded`, and to `found` where steps, epochs and indices do not follow each other.
 
     `first` is the first step of the first process that wrote records: above 1 where an earlier version began the run.
     """
-    epoch: _EpochRecords | None = None
-    before: int | None = None
-    for number, record in lines.new():
-        documents = integers(record.get("documents"))
-        step, at, index = (whole(record.get(name)) for name in ("step", "epoch", "index"))
-        if documents is None or step is None or at is None or index is None:
+    before: _Step | None = None
+    for number, values in lines.new():
+        record = _Step.of(values)
+        if record is None:
             found.problems.append(f"documents.jsonl: line {number} is no record of a step")
             continue
+        step, epoch, index = record.step, record.epoch, record.index
+        expected = index if before is None else before.index + 1 if before.epoch == epoch else 0
         if before is None and step != first:
             found.problems.append(
                 f"documents.jsonl begins with step {step:,}, and its run with step {first:,}"
@@ -180,78 +167,74 @@ def _epochs(
             found.notes.append(
                 f"documents are recorded from step {step:,} on: steps before it are not audited"
             )
-        elif before is not None and step != before + 1:
+        elif before is not None and step != before.step + 1:
             found.problems.append(
-                f"documents.jsonl: step {step:,} follows step {before:,} in line {number}"
-                + (f": {step - before - 1:,} steps have no record" if step > before else "")
+                f"documents.jsonl: step {step:,} follows step {before.step:,} in line {number}"
+                + (f": {step - before.step - 1:,} steps have no record" if step > before.step else "")
             )
-        before = step
-        if epoch is None or at != epoch.number:
-            if epoch is not None:
-                if at != epoch.number + 1:
-                    found.problems.append(f"epoch {at:,} follows epoch {epoch.number:,} in step {step:,}")
-                epoch.is_last = False
-                yield epoch
-            plan = record.get("plan") if index == 0 else None
-            epoch = _EpochRecords(at, plan if isinstance(plan, dict) else None)
-            epoch.next_index = index if not recorded else 0
-        if index != epoch.next_index:
+        if before is not None and epoch not in (before.epoch, before.epoch + 1):
+            found.problems.append(f"epoch {epoch:,} follows epoch {before.epoch:,} in step {step:,}")
+        if index != expected:
             found.problems.append(
-                f"step {step:,} is step {index:,} of epoch {at:,}, and step {epoch.next_index:,} is expected"
+                f"step {step:,} is step {index:,} of epoch {epoch:,}, and step {expected:,} is expected"
             )
-        epoch.next_index = index + 1
-        epoch.steps.append(step)
-        epoch.documents.append(documents)
-        recorded[step] = _Recorded(at, index + 1, len(documents))
-    if epoch is not None:
-        yield epoch
+        recorded[step] = epoch, index + 1, len(record.documents)
+        before = record
+        yield record
 
 
-def _close(
-    epoch: _EpochRecords, carried: Integers | None, stream: tuple[Integers, int] | None, found: Audit
+def _account(
+    steps: list[_Step],
+    is_last: bool,
+    carried: Integers | None,
+    stream: tuple[Integers, int] | None,
+    found: Audit,
 ) -> Integers | None:
     """Account for the documents of an epoch; returns the documents that it carries, None if unknown.
 
-    `stream`: leftover documents and number of documents of a stream that has ended.
+    Args:
+        steps: the records of the epoch.
+        is_last: whether no record of another epoch follows.
+        carried: documents that the epoch before carried; None: unknown.
+        stream: leftover documents and number of documents of a stream that has ended.
+        found: gets the epoch, and problems.
     """
-    name, plan, trained = f"epoch {epoch.number}", _PlanRecord.of(epoch.plan), np.concatenate(epoch.documents)
+    number, plan, done = steps[0].epoch, steps[0].plan, steps[-1].index + 1
+    name, trained = f"epoch {number}", np.concatenate([each.documents for each in steps])
     if plan.is_damaged:
         found.problems.append(f"{name}: the record of its plan is damaged")
-    is_complete = plan.steps is not None and epoch.next_index == plan.steps
-    if plan.steps is not None and not is_complete and not epoch.is_last:
-        found.problems.append(
-            f"{name}: another epoch follows after {epoch.next_index:,} of its {plan.steps:,} steps"
-        )
+    is_complete = plan.steps is not None and done == plan.steps
+    if plan.steps is not None and not is_complete and not is_last:
+        found.problems.append(f"{name}: another epoch follows after {done:,} of its {plan.steps:,} steps")
         is_complete = True  # no step of it will follow
-    if stream is not None and epoch.plan is None and epoch.number == 0:
-        (plan.dropped, plan.documents), is_complete = stream, True
-    expected = plan.carried_in if carried is None or epoch.plan is None else carried
-    if not np.array_equal(np.sort(expected), np.sort(plan.carried_in)):
+    if plan.steps is None or carried is None:
+        carried = plan.carried_in
+    if not np.array_equal(np.sort(carried), np.sort(plan.carried_in)):
         found.problems.append(
             f"{name}: it begins with {_named('document', plan.carried_in)} carried in, but the epoch before carried"
-            f" {_named('document', expected)}"
+            f" {_named('document', carried)}"
         )
+    if stream is not None and plan.steps is None and number == 0:
+        plan, is_complete = plan._replace(dropped=stream[0], documents=stream[1]), True
     everything = np.concatenate([trained, plan.carried, plan.dropped])
-    repeated = _repeated(everything, plan.carried_in)
-    lost, lost_count = repeated[:0], 0
+    total = plan.documents if is_complete else None
+    repeated, lost, lost_count = _repeated_and_lost(everything, plan.carried_in, total)
     if plan.documents is not None:
-        if is_complete:
-            lost, lost_count = _missing(everything, plan.carried_in, plan.documents)
-        foreign = trained[(trained < 0) | (trained >= plan.documents)]
+        foreign = trained[trained >= plan.documents]
         if len(foreign):
             found.problems.append(
                 f"{name}: {_named('document', foreign)} trained, and there are {plan.documents:,} (from 0)"
             )
-    found.problems += _repetitions(name, epoch, plan, repeated)
+    found.problems += _repetitions(name, steps, plan, repeated)
     if lost_count:
         found.problems.append(
             f"{name}: {_named('document', lost, lost_count)} lost: in no step, not carried, not dropped"
         )
     found.epochs.append(
         EpochAudit(
-            epoch=epoch.number,
+            epoch=number,
             total=plan.documents,
-            steps=len(epoch.steps),
+            steps=len(steps),
             planned=plan.steps,
             trained=len(trained),
             carried_in=len(plan.carried_in),
@@ -265,13 +248,32 @@ def _close(
     return plan.carried if is_complete else None
 
 
-def _repetitions(name: str, epoch: _EpochRecords, plan: _PlanRecord, repeated: Integers) -> Iterator[str]:
+def _repeated_and_lost(
+    documents: Integers, twice: Integers, total: int | None
+) -> tuple[Integers, Integers, int]:
+    """Documents that occur too often; too rarely of `total`, None: none of them; and the number of these.
+
+    A document may occur 1 + n times, if it is n times in `twice`. Of the lost documents at least some are returned.
+    """
+    values, counts = np.unique(documents, return_counts=True)
+    again = np.sort(twice)
+    allowed = 1 + np.searchsorted(again, values, "right") - np.searchsorted(again, values)
+    repeated, fewer = values[counts > allowed], values[counts < allowed]
+    if total is None:
+        return repeated, NONE, 0
+    inside = np.concatenate([[-1], values[values < total], [total]])
+    widths = np.diff(inside) - 1
+    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be huge: no array has this length
+    shown = [inside[gap] + 1 + np.arange(min(widths[gap], MOST_NAMED)) for gap in gaps.tolist()]
+    return repeated, np.unique(np.concatenate([*shown, fewer])), int(widths.sum()) + len(fewer)
+
+
+def _repetitions(name: str, steps: list[_Step], plan: _Plan, repeated: Integers) -> Iterator[str]:
     """The steps of each of the first repeated documents of an epoch, and the number of others."""
+    lists = [(f"step {each.step:,}", each.documents) for each in steps]
+    lists += [("the carried documents", plan.carried), ("the dropped documents", plan.dropped)]
     for document in repeated[:MOST_NAMED].tolist():
-        steps = zip(epoch.steps, epoch.documents, strict=True)
-        places = [f"step {step:,}" for step, each in steps for _ in range(int((each == document).sum()))]
-        lists = {"carried": plan.carried, "dropped": plan.dropped}
-        places += [f"the {word} documents" for word, each in lists.items() if (each == document).any()]
+        places = [place for place, each in lists for _ in range(int((each == document).sum()))]
         yield f"{name}: document {document:,} is repeated: it is in {' and in '.join(places)}"
     if len(repeated) > MOST_NAMED:
         yield f"{name}: {len(repeated) - MOST_NAMED:,} more documents are repeated"
@@ -284,64 +286,30 @@ def _end_of_stream(events: list[dict[str, Any]]) -> tuple[Integers, int] | None:
     return None if left is None or total is None else (left, total)
 
 
-def _repeated(documents: Integers, twice: Integers) -> Integers:
-    """Documents that occur more than 1 + n times, if they occur n times in `twice`."""
-    values, counts = np.unique(documents, return_counts=True)
-    many, counts = values[counts > 1], counts[counts > 1]
-    allowed = np.array([1 + int((twice == value).sum()) for value in many.tolist()], dtype=np.int64)
-    return many[counts > allowed]
-
-
-def _missing(documents: Integers, twice: Integers, total: int) -> tuple[Integers, int]:
-    """Documents below `total` that occur less than 1 + n times, if n times in `twice`: some, and how many."""
-    values, counts = np.unique(documents, return_counts=True)
-    inside = np.concatenate([[-1], values[(values >= 0) & (values < total)], [total]])
-    widths = np.diff(inside) - 1
-    gaps = np.flatnonzero(widths)[:MOST_NAMED]  # `total` may be huge: no array has this length
-    shown = [inside[gap] + 1 + np.arange(min(widths[gap], MOST_NAMED)) for gap in gaps.tolist()]
-    again = []
-    for value, extra in zip(*np.unique(twice, return_counts=True), strict=True):
-        have = int(counts[values == value].sum())
-        if 0 < have < 1 + extra:  # a document that never occurs is in a gap
-            again.append(int(value))
-    found = np.unique(np.concatenate([*shown, np.array(again, dtype=np.int64)]))
-    return found, int(widths.sum()) + len(again)
-
-
-def _compare_metrics(run: RunDirectory, recorded: dict[int, _Recorded], found: Audit) -> None:
+def _compare_metrics(metrics: Columns, recorded: Recorded, found: Audit) -> None:
     """Compare steps and numbers of documents with metrics.jsonl, and name steps that were skipped."""
-    metrics = Lines(run.metrics)
-    seen, skipped, different = set(), [], []
-    for _, record in metrics.new():
-        step = whole(record.get("step"))
-        if step is None or "loss" not in record:
-            continue
-        seen.add(step)
-        if record.get("skipped"):
-            skipped.append(step)
-        rate, seconds = record.get("sps"), record.get("dt")  # documents per second, seconds of the step
-        if step in recorded and isinstance(rate, float) and isinstance(seconds, float) and seconds > 1e-9:
-            product = rate * seconds
-            if product < 1e15 and abs(product - recorded[step].documents) > 0.5:
-                different.append(step)
+    rows = list(zip(*(metrics.column(name) for name in ("step", "sps", "dt", "skipped")), strict=True))
     first, last = min(recorded, default=1), max(recorded, default=0)
-    known = {step for step in seen if step >= first}
+    known = {int(step) for step, *_ in rows if step >= first}
     if missing := sorted(known - recorded.keys()):
         found.problems.append(f"metrics.jsonl has {_named('step', missing)} without documents")
     if missing := sorted(recorded.keys() - known - {last}):  # documents are written first
         found.problems.append(f"documents.jsonl has {_named('step', missing)} without metrics")
+    different = []
+    for step, rate, seconds, _ in rows:  # documents per second, seconds of the step
+        if step in recorded and seconds > 1e-9 and 0.5 < abs(rate * seconds - recorded[int(step)][2]) < 1e15:
+            different.append(int(step))
     if different:
         found.problems.append(
             f"metrics.jsonl counts other numbers of documents in {_named('step', different)}"
         )
-    if skipped:
-        named = _named("step", sorted(skipped))
+    if skipped := sorted(int(step) for step, *_, was_skipped in rows if was_skipped > 0):
         found.notes.append(
-            f"skipped, by fp16 overflow or a spike: the documents of {named} changed no weight"
+            f"skipped, by fp16 overflow or a spike: the documents of {_named('step', skipped)} changed no weight"
         )
 
 
-def _compare_checkpoints(run: RunDirectory, recorded: dict[int, _Recorded], found: Audit) -> None:
+def _compare_checkpoints(run: RunDirectory, recorded: Recorded, found: Audit) -> None:
     """Compare positions and hashes that checkpoints saved with documents.jsonl, and say what a resume repeats."""
     steps = []
     for folder in run.complete_checkpoints():

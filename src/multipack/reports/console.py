@@ -1,4 +1,4 @@
-"""`Console`: aligned lines, and progress bars on a terminal, by default on rank 0 only."""
+"""`Console`: aligned lines, and progress bars on a terminal, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from itertools import groupby
 from threading import Timer
 from typing import TextIO
@@ -36,13 +35,7 @@ _MIN_WIDTH = 24
 
 
 def wrapped(text: str, columns: int, indent: int = 0) -> str:
-    """Wrap text without breaking words.
-
-    Args:
-        text: the text; existing line breaks are kept.
-        columns: maximum width of a line, including the indent.
-        indent: columns before the text; the first line is returned without them.
-    """
+    """Wrap text without breaking words; its lines stay. The first line is returned without the indent."""
     width = max(columns - indent, _MIN_WIDTH)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = [line for part in text.split("\n") for line in wrapper.wrap(part) or [""]]
@@ -69,18 +62,10 @@ Advance = Callable[..., None]
 
 
 class Console:
-    """Prints for one rank.
+    """Prints on rank 0, by default to standard output."""
 
-    Args:
-        rank: rank of this process.
-        all_ranks: every rank prints, each line with time and rank; otherwise only rank 0 prints.
-        stream: text stream to print to; None = standard output.
-    """
-
-    def __init__(self, rank: int = 0, all_ranks: bool = False, stream: TextIO | None = None) -> None:
-        self.rank = rank
-        self.all_ranks = all_ranks
-        self.enabled = rank == 0 or all_ranks
+    def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
+        self.enabled = rank == 0
         out = stream or sys.stdout
         self._is_terminal = bool(getattr(out, "isatty", lambda: False)())
         self.columns = shutil.get_terminal_size((80, 24)).columns
@@ -89,13 +74,10 @@ class Console:
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print text, `printable`; with `all_ranks`, every line is prefixed with time and rank."""
+        """Print text, `printable`."""
         if not self.enabled:
             return
         text = printable(text)
-        if self.all_ranks:
-            stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
-            text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
         self._rich.print(Text(text, style=style))
         self.printed += text.count("\n") + 1
 
@@ -114,7 +96,7 @@ class Console:
 
     def paragraph(self, text: str) -> None:
         """Print text wrapped to the terminal, or to 80 columns without one."""
-        self.line(text if self.all_ranks else wrapped(text, self.columns))
+        self.line(wrapped(text, self.columns))
 
     def section(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Print a heading, if there is one, and rows of aligned cells; the last cell is wrapped in its column."""
@@ -122,11 +104,10 @@ class Console:
         indent = 2 + sum(width + 2 for width in widths)
         if title:
             self.line()
-            self.line(title if self.all_ranks else wrapped(title, self.columns), style="bold")
+            self.line(wrapped(title, self.columns), style="bold")
         for *cells, last in rows:
-            shown = last if self.all_ranks else wrapped(last, self.columns, indent)
             aligned = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-            self.line(f"  {'  '.join([*aligned, shown])}".rstrip())
+            self.line(f"  {'  '.join([*aligned, wrapped(last, self.columns, indent)])}".rstrip())
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a section whose first row has the names of the columns."""
@@ -144,12 +125,8 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:
-        """Show a progress bar with the remaining time on a terminal, nothing elsewhere.
-
-        Yields:
-            A function that moves the bar; lines printed meanwhile appear above it.
-        """
-        if not (self.enabled and self._is_terminal) or self.all_ranks:
+        """Show a progress bar with the remaining time on a terminal, nothing elsewhere; lines appear above it."""
+        if not (self.enabled and self._is_terminal):
             yield lambda done, total=None, note="": None
             return
         bar = Progress(

@@ -12,11 +12,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 def text_curve(x: Sequence[float], y: Sequence[float], columns: int = 72, rows: int = 10) -> list[str]:
     """Lines of text with a curve through points, its highest and lowest value on the left, its first and last x below.
 
-    Args:
-        x: positions, ascending.
-        y: values; NaN is left out.
-        columns: width of the result, at least 24.
-        rows: height of the curve; the last line is below.
+    `x` ascends, and NaN of `y` is left out. The lines are at least 24 columns wide.
     """
     points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if not points:

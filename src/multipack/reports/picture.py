@@ -25,7 +25,7 @@ BATCH_SIZE = 4
 """Documents of a padded batch."""
 SHARED = "·"
 """A character of tokens that are computed in a document above."""
-MOST_DOCUMENTS, MOST_PACKS = 4, 4
+MOST_DOCUMENTS, MOST_PACKS = BATCH_SIZE, 4
 """Documents and packs that are drawn; a line states how many others there are."""
 
 _MIN_ROWS = 4
@@ -36,15 +36,8 @@ def draw_step(plan: Plan, step: int = 0, columns: int = 72) -> str:
     """Draw the documents of a step three times: in order, padded, packed; of items of several documents, the packs.
 
     A character is the smallest power of two of tokens at which the longest document fits into one row, and a full pack
-    into one row (a single pack into four rows, two packs into two rows each).
-
-    Args:
-        plan: the plan.
-        step: index of the step; negative indices count from the last step.
-        columns: maximum characters of a row.
-
-    Returns:
-        Lines of text. A document of less than half the tokens of a character may have no letter in its pack.
+    into one row (a single pack into four rows, two packs into two rows each). A document of less than half the tokens
+    of a character may have no letter in its pack. Negative steps count from the last step.
     """
     if isinstance(plan.items, SharedItems):
         return draw_trees(plan, plan.items, step, columns)
@@ -89,13 +82,12 @@ def _more(count: int, nouns: str) -> list[str]:
 
 
 def _batches(lengths: NDArray[np.int64], widths: NDArray[np.int64], scale: int) -> list[str]:
-    """One row per document, padded to its width (both in tokens), with brackets around batches."""
-    lines = []
+    """The documents of the first batch in a bracket, a row each, padded to their widths (both in tokens)."""
+    lines, last = [], min(len(lengths), MOST_DOCUMENTS) - 1
     for row, (length, width) in enumerate(zip(lengths[:MOST_DOCUMENTS], widths, strict=False)):
-        place, last = row % BATCH_SIZE, min(BATCH_SIZE, len(lengths) - row + row % BATCH_SIZE) - 1
-        bracket = "[" if last == 0 else "┌" if place == 0 else "└" if place == last else "│"
+        bracket = "[" if last == 0 else "┌" if row == 0 else "└" if row == last else "│"
         letters, characters = (max(1, (int(tokens) + scale // 2) // scale) for tokens in (length, width))
-        lines.append(f"  {bracket} {LETTERS[row % len(LETTERS)] * letters}{'X' * (characters - letters)}")
+        lines.append(f"  {bracket} {LETTERS[row] * letters}{'X' * (characters - letters)}")
     return [*lines, *_more(len(lengths) - MOST_DOCUMENTS, "documents")]
 
 
@@ -111,14 +103,8 @@ def _packed(
     rows = [f"    {text[start : start + width]}" for start in range(0, len(text), width)]
     rows[0] = "  [" + rows[0][3:]
     rows[-1] += " ]"
-    label = "cu_seqlens "
-    starts = label + " ".join(str(start) for start in cu_seqlens)
-    lines = textwrap.wrap(
-        starts, max(width, 40), subsequent_indent=" " * len(label), max_lines=2, placeholder=" …"
-    )
-    if lines[-1].endswith("…"):
-        lines[-1] += f" {cu_seqlens[-1]}"
-    return [*rows, *(f"    {line}" for line in lines)]
+    starts = " ".join(map(str, ["cu_seqlens", *cu_seqlens]))
+    return [*rows, "    " + textwrap.shorten(starts, max(width, 40), placeholder=f" … {cu_seqlens[-1]}")]
 
 
 def _slots(slots: int, tokens: int) -> str:

@@ -26,7 +26,7 @@ tiles(page, [["documents", whole(data.documents)], ["tokens", short(data.tokens)
 // Documents fall from padded batches into packs. The picture is a function of the time, 0 to 1.
 const total = (values) => values.reduce((a, b) => a + b, 0);
 const blocks = data.blocks, count = blocks.length.length, tokens = total(blocks.length), used = total(blocks.added);
-const steps = blocks.first_step === blocks.last_step ? `step ${whole(blocks.first_step)}` : `steps ${whole(blocks.first_step)} to ${whole(blocks.last_step)}`;
+const steps = blocks.steps === 1 ? "the first step" : `the first ${whole(blocks.steps)} steps`;
 const some = blocks.packs < blocks.all_packs ? `; ${whole(blocks.packs)} packs, evenly spaced of ${whole(blocks.all_packs)}, are drawn` : "";
 const fall = section("Documents fall into packs", `The ${whole(count)} documents of ${steps}${some}. Color: length.`);
 const controls = add(fall, "div", { class: "controls" });
@@ -91,7 +91,7 @@ if (playing) start();
 
 // Packs whose documents share their beginnings: documents side by side, and below each node those that go on.
 if (data.trees.length) {
-  const box = section("Beginnings computed once", `Packs of step ${whole(blocks.first_step)}. A column is a document, from its first token down; what documents share is one block. Color: documents that share it.`);
+  const box = section("Beginnings computed once", `Packs of the first step. A column is a document, from its first token down; what documents share is one block. Color: documents that share it.`);
   const most = Math.max(...data.trees.map((tree) => Math.max(...tree.nodes.map((node) => node[1])))), paint = (rows) => ramp(Math.log(rows) / (Math.log(most) || 1));
   for (const tree of data.trees) {
     const some = tree.rows < tree.documents ? `, the first ${tree.rows} are drawn` : "";

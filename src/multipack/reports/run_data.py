@@ -1,4 +1,4 @@
-"""`read_run`: the contents of a run directory, as far as it can be read: files may be torn or of other versions."""
+"""`RunData`: the contents of a run directory, as far as it can be read: files may be torn or of other versions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from multipack.atomic import open_file, read_file
 from multipack.reports.recorded import finite, is_number, pairs, whole
-from multipack.run import COMPLETE, RunDirectory, find_run
+from multipack.run import COMPLETE, find_run
 from multipack.words import flatten, read_yaml
 
 MOST_LINE = 1 << 26
@@ -119,20 +117,8 @@ class Columns:
         return next(iter(reversed(self.known(name))), math.nan)
 
 
-@dataclass
-class CheckpointFolder:
-    """A checkpoint's name, step, bytes, time of completion (UTC), and pointers to it or `incomplete`."""
-
-    name: str
-    step: int
-    size: int
-    written: str
-    remark: str
-
-
-@dataclass
 class RunData:
-    """The contents of a run directory.
+    """The contents of a run directory as they are now, and after each `update`; nothing of it is changed.
 
     Attributes:
         run: the directory.
@@ -141,18 +127,55 @@ class RunData:
         evaluations: metrics of evaluations.
         history: starts and ends of processes, in order; empty in runs of earlier versions.
         samples: (step, text) of each evaluation.
-        checkpoints: the checkpoints in the folder.
-        problems: one sentence for each thing that could not be read.
+
+    Raises:
+        FileNotFoundError: `path` is not a run directory.
+        ValueError: config.yaml cannot be read.
     """
 
-    run: RunDirectory
-    config: dict[str, Any]
-    steps: Columns = field(default_factory=Columns)
-    evaluations: Columns = field(default_factory=Columns)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[tuple[int, str]] = field(default_factory=list)
-    checkpoints: list[CheckpointFolder] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    def __init__(self, path: str | Path) -> None:
+        self.run, _ = find_run(path)
+        values = flatten(read_yaml(self.run.config))
+        self.config = {key: value for key, value in values.items() if key != "out"}
+        self._metrics, self._history = Lines(self.run.metrics), Lines(self.run.history)
+        self.steps, self.evaluations, self._stepless = Columns(), Columns(), 0
+        self.history: list[dict[str, Any]] = []
+        self.update()
+
+    def update(self) -> None:
+        """Read new records; a run that was resumed begins again at its checkpoint."""
+        records = [record for _, record in self._metrics.new()]
+        if self._metrics.restarted:
+            self.steps, self.evaluations, self._stepless = Columns(), Columns(), 0
+        for record in records:
+            own, synchronizing = record.get("dtb"), record.get("dtc")
+            if isinstance(own, float) and isinstance(synchronizing, float):  # `dtb` includes `dtc`
+                record["dtb"] = own - synchronizing
+            is_evaluation = any(name.startswith("val_loss") for name in record)
+            self._stepless += not (self.evaluations if is_evaluation else self.steps).add(record)
+        self.history += [event for _, event in self._history.new()]
+        self.samples, self._unread = _samples(self.run.samples)
+
+    def checkpoints(self) -> dict[str, tuple[str, str]]:
+        """Name of each checkpoint → its size, and whether it is `latest`, `best` or incomplete."""
+        run = self.run
+        pointers = [pointer for pointer in (run.latest, run.best) if pointer.is_file()]
+        named = [(each.name, read_file(each).decode("utf-8", errors="replace").strip()) for each in pointers]
+        found = {}
+        for folder in sorted(run.checkpoints.glob("step-*/")):
+            size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+            remarks = [pointer for pointer, name in named if name == folder.name]
+            remarks += [] if (folder / COMPLETE).is_file() else ["incomplete"]
+            found[folder.name] = (f"{size / 2**20:,.1f} MiB", ", ".join(remarks))
+        return found
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for each kind of contents that could not be read."""
+        found = [*self._metrics.problems, *self._history.problems]
+        if self._stepless:
+            found.append(f"{self.run.metrics.name}: {self._stepless:,} records have no step and are left out")
+        return found + self._unread
 
     @property
     def start(self) -> dict[str, Any]:
@@ -171,98 +194,29 @@ class RunData:
         return last if last.get("event") == "end" else None
 
 
-def read_run(path: str | Path) -> RunData:
-    """Read a run directory; nothing of it is changed.
-
-    Raises:
-        FileNotFoundError: `path` is not a run directory.
-        ValueError: config.yaml cannot be read.
-    """
-    run, _ = find_run(path)
-    config = {key: value for key, value in flatten(read_yaml(run.config)).items() if key != "out"}
-    found = RunData(run, config)
-    metrics, history = Lines(run.metrics), Lines(run.history)
-    stepless = sum(not add_record(found, record) for _, record in metrics.new())
-    found.history = [event for _, event in history.new()]
-    found.problems += [*metrics.problems, *history.problems]
-    if stepless:
-        found.problems.append(f"{run.metrics.name}: {stepless:,} records have no step and are left out")
-    found.samples = read_samples(found)
-    found.checkpoints = _checkpoints(run)
-    return found
-
-
-def add_record(found: RunData, record: dict[str, Any]) -> bool:
-    """Add a record of metrics.jsonl to the steps or the evaluations. Returns whether it has a step."""
-    own, synchronizing = record.get("dtb"), record.get("dtc")
-    if isinstance(own, float) and isinstance(synchronizing, float):  # `dtb` includes `dtc`
-        record = record | {"dtb": own - synchronizing}
-    is_evaluation = any(name.startswith("val_loss") for name in record)
-    return (found.evaluations if is_evaluation else found.steps).add(record)
-
-
 def communication(found: RunData) -> str:
     """Which part of a step's time holds the communication of ranks, as text; empty for one process."""
-    texts = []
     if "dtc" in found.steps:
-        texts.append(
+        return (
             "Communication is the synchronization of gradients that computing did not hide: the last backward pass"
             " beyond the pace of the others."
         )
-    traced = next(
-        (event["communication"] for event in reversed(found.history) if "communication" in event), None
-    )
-    spent, of = (
-        finite(traced.get(key)) if isinstance(traced, dict) else math.nan for key in ("seconds", "of")
-    )
-    if 0 <= spent <= of:
-        share = spent / (of or 1)
-        texts.append(
-            f"Communication that computing did not hide was {share:.1%} of the time of traced steps."
-        )
     parallel = dict(pairs(found.start.get("run"))).get("parallel", "none")[:200]
-    if not texts and not parallel.startswith("none"):
-        texts.append(
-            f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"
-            " train.profile=true measures it in three steps."
-        )
-    return " ".join(texts)
+    if parallel.startswith("none"):
+        return ""
+    return (
+        f"Communication of {parallel} is in forward, backward and optimizer, not a part of its own:"
+        " train.profile=true writes a trace of three steps."
+    )
 
 
-def read_samples(found: RunData) -> list[tuple[int, str]]:
-    """(step, text) of each generated text; a file that cannot be read is a problem."""
-    path = found.run.samples
+def _samples(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """(step, text) of each generated text, and why the file cannot be read."""
     try:
         text = read_file(path, MOST_SAMPLES).decode("utf-8", errors="replace") if path.exists() else ""
     except (OSError, ValueError) as error:
-        found.problems.append(f"samples are left out: {error}")
-        return []
+        return [], [f"samples are left out: {error}"]
     parts = re.split(r"^=== step (\d{1,15})\n", text, flags=re.MULTILINE)[1:]
-    return [(int(step), sample.rstrip("\n")) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _checkpoints(run: RunDirectory) -> list[CheckpointFolder]:
-    named = {}
-    for pointer in (run.latest, run.best):
-        if pointer.is_file():
-            named[pointer.name] = read_file(pointer).decode("utf-8", errors="replace").strip()
-    found = []
-    for folder in sorted(run.checkpoints.glob("step-*")):
-        digits = folder.name.removeprefix("step-")
-        if not folder.is_dir() or not digits.isdecimal():
-            continue
-        marker = folder / COMPLETE
-        done = marker.is_file()
-        remarks = [pointer for pointer, name in named.items() if name == folder.name]
-        found.append(
-            CheckpointFolder(
-                name=folder.name,
-                step=int(digits),
-                size=sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()),
-                written=f"{datetime.fromtimestamp(marker.stat().st_mtime, UTC):%Y-%m-%d %H:%M:%S}"
-                if done
-                else "–",
-                remark=", ".join(remarks if done else [*remarks, "incomplete"]),
-            )
-        )
-    return found
+    return [
+        (int(step), sample.rstrip("\n")) for step, sample in zip(parts[::2], parts[1::2], strict=True)
+    ], []

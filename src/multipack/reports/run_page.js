@@ -105,7 +105,7 @@ if (padded.length) {
       bar.style.width = `${(100 * each.slots) / most}%`;
       add(bar, "i").style.width = `${(100 * each.tokens) / each.slots}%`;
     }
-    for (const note of run.padding_notes) add(box, "p", {}, note);
+    if (run.padding_note) add(box, "p", {}, run.padding_note);
   }
   keys(box, [["tokens of documents", "var(--c0)"], ["padding", "var(--free)"]]);
 }
@@ -141,7 +141,7 @@ if (kept.length) {
   const box = section("Checkpoints and processes");
   for (const run of kept) {
     if (!one) add(box, "h3", {}, run.name);
-    if (run.checkpoints.length) table(box, ["checkpoint", "step", "size", "written (UTC)", ""], run.checkpoints);
+    if (run.checkpoints.length) table(box, ["checkpoint", "size", ""], run.checkpoints);
     if (run.sessions.length) table(box, ["process", "step", "time (UTC)", ""], run.sessions.map((each) => [each.event, each.step, each.time, each.text]));
   }
 }

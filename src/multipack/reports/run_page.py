@@ -1,9 +1,9 @@
-"""Reports of runs: one HTML page, a Markdown summary, or text."""
+"""Reports of runs: one HTML page, or text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -13,11 +13,10 @@ from multipack.atomic import write_atomically
 from multipack.data.text.skipped import counted
 from multipack.reports.curve import text_curve
 from multipack.reports.recorded import MOST_TEXT, finite, pairs, texts
-from multipack.reports.run_data import Columns, RunData, communication, read_run
+from multipack.reports.run_data import Columns, RunData, communication
 from multipack.reports.summary import Rows
 from multipack.reports.web_page import web_page
 from multipack.run import RunDirectory
-from multipack.untrusted import printable
 
 MOST_POINTS = 1000
 """Points of a curve on the page; longer runs are shown by means of neighboring steps."""
@@ -69,7 +68,7 @@ _HIDDEN = {"sps", "sps_per_device", "tps_per_device"}
 def write_page(run: RunDirectory) -> str:
     """Write the page of a run into its directory; returns its path, or why it was not written."""
     try:
-        write_atomically(run.page, run_page([read_run(run.path)]))
+        write_atomically(run.page, run_page([RunData(run.path)]))
     except (OSError, ValueError) as error:
         return f"not written: {error}"
     return str(run.page)
@@ -133,7 +132,7 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         steps["other"] = [max(dt - sum(filter(math.isfinite, rest)), 0.0) for dt, *rest in parts]
     every = max(-(-len(found.samples) // MOST_SAMPLES), 1)
     samples = found.samples[::-1][::every][::-1]  # with the last one
-    bars, notes = padding_cost(found)
+    bars, note = padding_cost(found)
     return {
         "name": name,
         "tiles": key_figures(found),
@@ -141,13 +140,10 @@ def _run(found: RunData, name: str, mean_of: int) -> dict[str, Any]:
         "evals": found.evaluations.values,
         "parts": [(part, PARTS[part], share) for part, share in shares.items()],
         "padding": bars,
-        "padding_notes": notes,
+        "padding_note": note,
         "plan": pairs(found.start.get("plan")),
         "samples": [(step, text[:MOST_TEXT]) for step, text in samples],
-        "checkpoints": [
-            (each.name, each.step, f"{each.size / 2**20:,.1f} MiB", each.written, each.remark)
-            for each in found.checkpoints
-        ],
+        "checkpoints": [(name, *about) for name, about in found.checkpoints().items()],
         "sessions": sessions(found),
         "warnings": warnings(found),
         "facts": [
@@ -189,30 +185,32 @@ def key_figures(found: RunData) -> Rows:
     """(name, value) of the most important numbers of a run."""
     steps, evaluations = found.steps, found.evaluations
     tokens, seconds = tokens_and_seconds(steps)
-    validation = evaluations.last("val_loss")
-    done = int(steps.last("step")) if len(steps) else 0
-    rows = [("steps", f"{done:,} of {found.total_steps:,}" if found.total_steps else f"{done:,}")]
-    if steps.known("loss"):
-        rows.append(("training loss of the last step", f"{steps.last('loss'):.4f}"))
-    if math.isfinite(validation):
-        rows.append(("validation loss", f"{validation:.4f}"))
-        others = [name for name in evaluations.values if name.startswith("val_") and "val_loss" not in name]
-        if validation < 50 and not others:  # preferences, which have further metrics, have no perplexity
-            rows.append(("perplexity on validation documents", f"{math.exp(validation):,.4g}"))
-    if rates := steps.known("tps"):
-        rows.append(("tokens/s without padding, median", f"{median(rates):,.0f}"))
-    if rates := [rate for rate in steps.known("mfu") if rate]:
-        rows.append(("MFU, median", f"{median(rates):.1f} %"))
-    if shares := steps.known("padding"):
-        rows.append(("padding, mean", f"{100 * fmean(shares):.2f} %"))
-    if seconds:
-        rows.append(("tokens trained", _large(tokens)))
-        rows.append(("time in steps", duration(seconds)))
-    if spreads := steps.known("time_spread"):
-        rows.append(("measured imbalance of ranks, median", f"{100 * median(spreads):.1f} %"))
-    if sizes := steps.known("memory"):
-        rows.append(("peak memory", f"{max(sizes):.2f} GiB"))
-    return rows
+    loss = evaluations.last("val_loss")
+    # Preferences, which have further metrics, have no perplexity.
+    others = [name for name in evaluations.values if name.startswith("val_") and "val_loss" not in name]
+    imbalance = _of(median, steps.known("time_spread"))
+    perplexity = math.exp(loss) if loss < 50 and not others else math.nan
+    known: dict[str, tuple[float, Callable[[float], str]]] = {
+        "training loss of the last step": (steps.last("loss"), "{:.4f}".format),
+        "validation loss": (loss, "{:.4f}".format),
+        "perplexity on validation documents": (perplexity, "{:,.4g}".format),
+        "tokens/s without padding, median": (_of(median, steps.known("tps")), "{:,.0f}".format),
+        "MFU, median": (_of(median, filter(None, steps.known("mfu"))), "{:.1f} %".format),
+        "padding, mean": (100 * _of(fmean, steps.known("padding")), "{:.2f} %".format),
+        "tokens trained": (tokens if seconds else math.nan, _large),
+        "time in steps": (seconds or math.nan, duration),
+        "measured imbalance of ranks, median": (100 * imbalance, "{:.1f} %".format),
+        "peak memory": (_of(max, steps.known("memory")), "{:.2f} GiB".format),
+    }
+    done, total = int(steps.last("step")) if len(steps) else 0, found.total_steps
+    rows = [("steps", f"{done:,} of {total:,}" if total else f"{done:,}")]
+    return rows + [(name, shown(value)) for name, (value, shown) in known.items() if math.isfinite(value)]
+
+
+def _of(statistic: Callable[[list[float]], float], values: Iterable[float]) -> float:
+    """A statistic of values; NaN if there are none."""
+    found = list(values)
+    return statistic(found) if found else math.nan
 
 
 def duration(seconds: float) -> str:
@@ -242,15 +240,13 @@ def time_shares(steps: Columns) -> dict[str, float]:
     }
 
 
-def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
-    """What padding would have cost: bars (packed, padded), and sentences; both may be empty."""
+def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], str]:
+    """What padding would have cost: bars (packed, padded), and a sentence; both may be empty."""
     share, size = finite(found.start.get("padded_share")), finite(found.start.get("padded_batch_size"))
     tokens, seconds = tokens_and_seconds(found.steps)
-    if not (0 < share <= 1 and size >= 1 and tokens):
-        return [], []
     filled = 1 - fmean(found.steps.known("padding") or [0.0])
-    if filled <= 0:
-        return [], []
+    if not (0 < share <= 1 and size >= 1 and tokens and filled > 0):
+        return [], ""
     bars = []
     for name, part in (("packed", filled), (f"padded, batches of {size:.0f}", share)):
         slots = tokens / part
@@ -259,26 +255,25 @@ def padding_cost(found: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     measured = next((event["comparison"] for event in reversed(found.history) if "comparison" in event), None)
     ratio = finite(measured.get("ratio")) if isinstance(measured, dict) else math.nan
     if ratio > 0:
-        return bars, [
-            f"Measured in this run: packed steps processed {ratio:.2f} times the tokens per second of padded steps. The"
-            f" {duration(seconds)} in steps would have been {duration(seconds * ratio)} with padding."
-        ]
-    factor = filled / share
-    return bars, [
-        f"If every slot cost the same, the {duration(seconds)} in steps would have been"
-        f" {duration(seconds * factor)} with padding ({factor:.2f} times)."
-    ]
+        reason = "At the speeds of packed and padded steps measured in this run"
+    else:
+        ratio, reason = filled / share, "If every slot cost the same"
+    return bars, (
+        f"{reason}, the {duration(seconds)} in steps would have been {duration(seconds * ratio)} with padding"
+        f" ({ratio:.2f} times)."
+    )
 
 
 def sessions(found: RunData) -> list[dict[str, Any]]:
     """Starts and ends of processes, for people."""
     events = []
     for event in found.history:
-        text = str(event.get("parallel", "") if event.get("event") == "start" else event.get("reason", ""))
-        if event.get("event") == "start" and not math.isnan(count := finite(event.get("world_size"))):
-            parallel = text.removeprefix("none: one process").removeprefix(", ")
-            text = counted(round(count), "processes") + (f", {parallel}" if parallel else "")
-        step = finite(event.get("step"))
+        step, count = finite(event.get("step")), finite(event.get("world_size"))
+        text = str(event.get("reason", ""))
+        if event.get("event") == "start":
+            processes = counted(round(count), "processes") if math.isfinite(count) else ""
+            parallel = str(event.get("parallel", "")).removeprefix("none: one process").removeprefix(", ")
+            text = ", ".join(filter(None, (processes, parallel)))
         events.append(
             {
                 "event": str(event.get("event"))[:20],
@@ -324,14 +319,12 @@ def summary_rows(found: RunData) -> Rows:
     rows: Rows = [(name, facts[name]) for name in named if name in facts]
     rows += key_figures(found) + pairs(found.start.get("plan"))
     if shares:
-        note = communication(found)
-        rows += [("time of a step", shares), *([("communication", note)] if note else [])]
-    rows += [("padding instead", note) for note in padding_cost(found)[1]]
-    if found.checkpoints:
-        kept = ", ".join(
-            f"{each.name}{f' ({each.remark})' if each.remark else ''}" for each in found.checkpoints[-4:]
-        )
-        rows.append(("checkpoints", kept))
+        rows += [("time of a step", shares)]
+        rows += [("communication", note)] if (note := communication(found)) else []
+    rows += [("padding instead", note)] if (note := padding_cost(found)[1]) else []
+    if checkpoints := found.checkpoints():
+        kept = [f"{name} ({remark})" if remark else name for name, (_, remark) in checkpoints.items()]
+        rows.append(("checkpoints", ", ".join(kept[-4:])))
     return rows + [("note", text) for text in warnings(found)]
 
 
@@ -339,30 +332,3 @@ def loss_curve(found: RunData, columns: int) -> list[str]:
     """The training loss as text; the validation loss, if only that is known."""
     table, name = (found.steps, "loss") if found.steps.known("loss") else (found.evaluations, "val_loss")
     return text_curve(table.values["step"], table.column(name), columns)
-
-
-def markdown(found: Sequence[RunData]) -> str:
-    """A summary of runs in Markdown, below the settings in which they differ."""
-    lines = []
-    if differing := differences(found):
-        heads = "".join(f" {_cell(name)} |" for name in run_names(found))
-        lines += ["# Differences", "", f"| setting |{heads}", "|---|" + "---|" * len(found)]
-        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in differing] + [""]
-    for each, name in zip(found, run_names(found), strict=True):
-        lines += [f"# Run {_cell(name)}", "", "| | |", "|---|---|"]
-        lines += [f"| {_cell(row)} | {_cell(text)} |" for row, text in summary_rows(each)]
-        lines += ["", "Loss by step:", "", "```", *loss_curve(each, 76), "```", ""]
-        if len(each.evaluations):
-            lines += ["| step | validation loss |", "|---|---|"]
-            values = each.evaluations.column("val_loss")
-            pairs = list(zip(each.evaluations.values["step"], values, strict=True))
-            lines += [f"| {step:,.0f} | {value:.4f} |" for step, value in pairs[-10:]] + [""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _cell(text: str) -> str:
-    """Text for a cell of a table: in one line, and without the meaning that Markdown and HTML give to characters."""
-    text = printable(" ".join(str(text).split()))
-    for character in "\\`*_[]<>|":
-        text = text.replace(character, f"\\{character}")
-    return text

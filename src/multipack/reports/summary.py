@@ -25,13 +25,7 @@ Rows = list[tuple[str, str]]
 def settings_text(
     rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
 ) -> str:
-    """Return a table of settings by group, as text.
-
-    Args:
-        rows: (key, type, default, meaning) of each setting.
-        presets: group → names of its presets.
-        columns: maximum width.
-    """
+    """Return a table of settings by group, as text, from their key, type, default and meaning, and groups' presets."""
     width = max(len(key) for key, *_ in rows)
     lines: list[str] = []
     for group, several in groupby(rows, lambda row: row[0].split(".")[0] if "." in row[0] else ""):
@@ -62,19 +56,17 @@ def report_rows(
     options: PlanOptions,
     advice: Sequence[str],
 ) -> Rows:
-    """Return the rows of a plan's report.
+    """Return the rows of a plan's report, and sentences that recommend other settings.
 
-    Args:
-        report: report of the plan for `ranks` ranks.
-        padded_share: share of real tokens in padded random batches of `batch_size` documents.
-        batch_size: documents of a padded batch.
-        ranks: number of data-parallel ranks.
-        options: options of the plan; with a budget below the capacity, lower bounds hold for full packs only.
-        advice: sentences that recommend other settings.
+    `padded_share` is the share of real tokens in padded random batches of `batch_size` documents.
     """
+    # With a budget below the capacity, lower bounds hold for full packs only.
     full = options.budget in (0, options.capacity)
     bound = "lower bound" if full else "lower bound for full packs"
-    return [
+    dropped = counted(report.dropped_documents, "documents"), counted(report.dropped_tokens, "tokens")
+    carried, split = report.carried_documents, report.split_documents
+    milliseconds = f"{1000 * report.seconds:.1f} ms"
+    return _rows(
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
         ("packs", f"{report.packs:,} ({bound} {report.minimum_packs:,})"),
@@ -84,26 +76,37 @@ def report_rows(
             f"{report.efficiency:.2%} {_filled(report)};"
             f" {report.efficiency_but_last:.2%} without the last step",
         ),
-        *_shared_row(report),
+        ("shared", _shared_text(report)),
         *(_balance_rows(report, ranks) if ranks > 1 else []),
-        *_order_rows(report),
         (
-            "dropped",
-            f"{counted(report.dropped_documents, 'documents')}, {counted(report.dropped_tokens, 'tokens')}",
+            "displacement",
+            "steps between a document's place in the order and its step: median"
+            f" {report.displacement_median:.1f}, 99 % {report.displacement_p99:.1f}, maximum"
+            f" {report.displacement_max:.1f}; {report.late_share:.2%} moved further than the window, longest wait"
+            f" {counted(report.longest_wait, 'steps')}",
         ),
-        *_count_row("carried", report.carried_documents, "documents, trained first in the next epoch"),
-        *_count_row("split", report.split_documents, "documents longer than a pack, truncated or split"),
+        (
+            "mean length",
+            f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps"
+            if report.mean_length_spread is not None
+            else "",
+        ),
+        ("dropped", ", ".join(dropped)),
+        ("carried", f"{carried:,} documents, trained first in the next epoch" if carried else ""),
+        ("split", f"{split:,} documents longer than a pack, truncated or split" if split else ""),
         ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
         (
             "padding instead",
             f"{padded_share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
         ),
-        (
-            "planned in",
-            f"{report.seconds:.2f} s" if report.seconds >= 0.1 else f"{1000 * report.seconds:.1f} ms",
-        ),
-        *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(advice)],
-    ]
+        ("planned in", f"{report.seconds:.2f} s" if report.seconds >= 0.1 else milliseconds),
+        *(("" if index else "advice", sentence) for index, sentence in enumerate(advice)),
+    )
+
+
+def _rows(*rows: tuple[str, str]) -> Rows:
+    """The rows that have a text."""
+    return [(name, text) for name, text in rows if text]
 
 
 def _filled(report: PlanReport) -> str:
@@ -111,13 +114,13 @@ def _filled(report: PlanReport) -> str:
     return "real tokens over slots" if report.slots < report.tokens else "of the slots hold tokens"
 
 
-def _shared_row(report: PlanReport) -> Rows:
-    """Return the row about documents that share their beginnings, if they do."""
+def _shared_text(report: PlanReport) -> str:
+    """Return what documents that share their beginnings save; empty if they do not."""
     if report.slots >= report.tokens:
-        return []
+        return ""
     bound = f"no packs of these documents have fewer than {report.minimum_slots:,}"
     most = f"at most {report.tokens / report.minimum_slots:.1%}"
-    return [("shared", f"{report.tokens:,} tokens in {report.slots:,} slots; {bound}: {most}")]
+    return f"{report.tokens:,} tokens in {report.slots:,} slots; {bound}: {most}"
 
 
 def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
@@ -131,19 +134,19 @@ def verdict(report: PlanReport, padded_share: float, ranks: int) -> str:
 
 def corpus_rows(corpus: Corpus) -> Rows:
     """Return rows about documents that are not in the plan, or changed."""
-    held, fit = len(corpus.validation), corpus.train_fit.describe()
-    return [
-        *([("validation", f"{counted(held, 'documents')} kept for it")] if held else []),
-        *([("too long", fit)] if fit else []),
+    held = len(corpus.validation)
+    return _rows(
+        ("validation", f"{counted(held, 'documents')} kept for it" if held else ""),
+        ("too long", corpus.train_fit.describe()),
         *(("left out", line) for line in corpus.skipped),
         *(("warning", text) for text in corpus.train.store.warnings),
-    ]
+    )
 
 
 def _balance_rows(report: PlanReport, ranks: int) -> Rows:
     """Return the rows about balance between ranks, for more than one rank."""
     sampled = report.measured_steps < report.steps
-    return [
+    return _rows(
         (
             "utilization",
             f"{report.utilization:.2%} (mean tokens of a rank / maximum, {ranks} ranks)",
@@ -168,26 +171,8 @@ def _balance_rows(report: PlanReport, ranks: int) -> Rows:
             "L² lag",
             f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max (√ of the ranks' difference in Σ l²)",
         ),
-        *([("measured", f"{report.measured_steps:,} evenly spaced steps")] if sampled else []),
-    ]
-
-
-def _order_rows(report: PlanReport) -> Rows:
-    """Return the rows about randomness: how far documents are from their places in the order."""
-    moved = (
-        f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
-        f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f};"
-        f" {report.late_share:.2%} moved further than the window, longest wait {counted(report.longest_wait, 'steps')}"
+        ("measured", f"{report.measured_steps:,} evenly spaced steps" if sampled else ""),
     )
-    if report.mean_length_spread is None:
-        return [("displacement", moved)]
-    spread = f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps"
-    return [("displacement", moved), ("mean length", spread)]
-
-
-def _count_row(name: str, count: int, meaning: str) -> Rows:
-    """Return one row, or none for a count of 0."""
-    return [(name, f"{count:,} {meaning}")] if count else []
 
 
 def context_table(methods: Sequence[ContextMeasure]) -> tuple[list[str], list[list[str]]]:
@@ -210,49 +195,41 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
     documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
     shards = f"{report.shards:,}{'' if report.is_complete else ' so far'}"
-    left_out = [("left out", line) for line in report.noted.lines()]
-    return [
+    return _rows(
         ("folder", str(path)),
-        *([("shards", shards)] if report.shards > 1 or not report.is_complete else []),
+        ("shards", shards if report.shards > 1 or not report.is_complete else ""),
         ("corpus", report.description),
         ("documents", "one stream, which training cuts into blocks" if report.is_stream else documents),
         ("tokens", f"{report.tokens:,}"),
         ("vocabulary", f"{report.vocabulary_size:,}"),
         ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
         *(_length_rows(report) if not report.is_stream else []),
-        *left_out,
+        *(("left out", line) for line in report.noted.lines()),
         *(("warning", text) for text in report.warnings),
         ("size", f"{report.bytes / 2**20:,.1f} MiB"),
-    ]
+    )
 
 
 def _length_rows(report: CorpusReport) -> Rows:
+    spread = f"{report.mean:,.1f} mean, {report.median:,.0f} median"
+    excess = [
+        f"for packs of {entry.capacity:,}: {entry.documents / report.documents:.2%} of the documents, by"
+        f" {entry.tokens / report.tokens:.2%} of the tokens"
+        for entry in report.excess
+    ]
     return [
-        (
-            "lengths",
-            f"{report.mean:,.1f} mean, {report.median:,.0f} median; 99 % have at most {report.p99:,.0f} tokens",
-        ),
+        ("lengths", f"{spread}; 99 % have at most {report.p99:,.0f} tokens"),
         ("longest", f"{report.longest:,} tokens: {report.longest_name}"),
-        *[
-            (
-                "" if number else "too long",
-                f"for packs of {entry.capacity:,}: {entry.documents / report.documents:.2%} of the documents, by"
-                f" {entry.tokens / report.tokens:.2%} of the tokens",
-            )
-            for number, entry in enumerate(report.excess)
-        ],
+        *(("" if number else "too long", text) for number, text in enumerate(excess)),
     ]
 
 
 def print_store(console: Console, path: Path, report: CorpusReport, fit: str = "") -> None:
     """Print the rows of a token store, the policy for long documents, and a histogram of document lengths."""
-    rows = store_rows(path, report)
-    console.section("token store", [*rows, ("too long", fit)] if fit else rows)
-    if report.is_stream:
-        return
-    console.line("\ndocuments by length in tokens")
-    for line in histogram_lines(report, console.columns):
-        console.line(line)
+    console.section("token store", [*store_rows(path, report), *_rows(("too long", fit))])
+    if not report.is_stream:
+        console.line("\ndocuments by length in tokens")
+        console.line("\n".join(histogram_lines(report, console.columns)))
 
 
 def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
@@ -288,14 +265,12 @@ def audit_rows(found: Audit) -> Rows:
             "lost": each.lost,
         }
         parts += [f"{count:,} {name}" for name, count in counts.items() if count]
-        exact = not (each.repeated or each.lost)
-        state = (
-            "each exactly once"
-            if each.is_complete and exact
-            else "none twice so far"
-            if exact
-            else "not exact"
+        state = "each exactly once" if each.is_complete else "none twice so far"
+        rows.append(
+            (
+                f"epoch {each.epoch}",
+                f"{'; '.join(parts)}: {'not exact' if each.repeated or each.lost else state}",
+            )
         )
-        rows.append((f"epoch {each.epoch}", f"{'; '.join(parts)}: {state}"))
     rows += [("note", note) for note in found.notes]
     return rows + [("problem", problem) for problem in found.problems]

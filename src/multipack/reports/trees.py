@@ -20,15 +20,6 @@ class Row(NamedTuple):
     length: int
 
 
-class Node(NamedTuple):
-    """Tokens of a pack that are computed once and belong to `rows` documents, from place `start` on."""
-
-    first: int
-    rows: int
-    start: int
-    length: int
-
-
 def rows_of(items: SharedItems, pack: Integers) -> list[Row]:
     """The documents of a pack. A pair's second document follows the documents that share more with its first."""
     rows, waiting = list[Row](), list[Row]()
@@ -46,16 +37,16 @@ def rows_of(items: SharedItems, pack: Integers) -> list[Row]:
     return rows + sorted(waiting, reverse=True)
 
 
-def nodes_of(rows: list[Row]) -> list[Node]:
-    """The nodes of these documents, by rows and depth."""
-    found, path = list[Node](), list[tuple[int, int, int]]()  # of nodes that may go on: first row, start, end
+def nodes_of(rows: list[Row]) -> list[tuple[int, int, int, int]]:
+    """(first row, rows, start, length) of each part of these documents that is computed once, by rows and depth."""
+    found, path = [], list[tuple[int, int, int]]()  # of nodes that may go on: first row, start, end
     for number, row in enumerate([*rows, Row(0, 0)]):
         while path and path[-1][2] > row.shared:
             first, start, end = path.pop()
             kept = max(start, row.shared)
-            found.append(Node(first, number - first, kept, end - kept))
+            found.append((first, number - first, kept, end - kept))
             if start < kept:
                 path.append((first, start, kept))
         if row.length > row.shared:
             path.append((number, row.shared, row.length))
-    return sorted(found, key=lambda node: (node.first, node.start))
+    return sorted(found, key=lambda node: (node[0], node[2]))

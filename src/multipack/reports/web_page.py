@@ -15,12 +15,7 @@ def web_page(title: str, script: str, data: Any) -> bytes:
     """A page whose content is drawn by `page.js` and another script of this package.
 
     Only these scripts run (their hash is in the page's content security policy). In the data, `<` is escaped, so that
-    no text can end the element that holds it.
-
-    Args:
-        title: shown by the browser.
-        script: name of the file of the second script.
-        data: plain values; NaN and infinity become null.
+    no text can end the element that holds it. NaN and infinity become null.
     """
     folder = resources.files("multipack.reports")
     template, helpers, own = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -168,11 +168,6 @@ class AdapterConfig:
                 f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {block} of"
                 f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize={other}"
             )
-
-    def differing(self, other: AdapterConfig) -> list[str]:
-        """Fields that change what the adapter computes and have another value in `other`."""
-        names = [each.name for each in fields(self) if each.name not in ("base", "base_hash", "dropout")]
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 def _names(pattern: str) -> Iterable[str]:

@@ -226,19 +226,13 @@ class ModelShape:
         Raises:
             ValueError: it does not; the message names the fields.
         """
-        if self.architecture:
-            return
-        if self.unsupported:
+        windows = [] if self.window_layers in (0, self.layers) else ["window_layers"]
+        planned = [name for name in ("experts", "kv_rank", *windows) if getattr(self, name)]
+        reason = self.unsupported or ", ".join(f"model.{name}={getattr(self, name)}" for name in planned)
+        if reason and not self.architecture:
             raise ValueError(
-                f"{self.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
-            )
-        other = [name for name in ("experts", "kv_rank") if getattr(self, name)]
-        other += ["window_layers"] if self.window_layers not in (0, self.layers) else []
-        if other:
-            given = ", ".join(f"model.{name}={getattr(self, name)}" for name in other)
-            raise ValueError(
-                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
-                f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
+                f"{reason} is not supported by this decoder: the shape is for planning only (cost and FLOPs);"
+                " model=hf:FOLDER trains such a model with the code of transformers"
             )
 
     PRESET_HINT: ClassVar[str] = " or the path of a Hugging Face config.json"
@@ -382,4 +376,4 @@ _DEPENDENT: dict[str, tuple[str, ...]] = {
 """Field → fields that have an effect only if it is not 0."""
 
 SHAPES: dict[str, ModelShape] = Presets({name: ModelShape(**fields) for name, fields in PRESETS.items()})
-"""Presets. Presets with experts are for planning only."""
+"""Presets; some have experts, for planning only."""

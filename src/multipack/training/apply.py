@@ -13,7 +13,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,8 +32,6 @@ from multipack.training.optimizer import learning_rate
 from multipack.training.precision import mean_peak
 from multipack.training.run_config import Config
 
-Marks = tuple[Any, Any]
-"""Two marks of a device's clock."""
 Record = Callable[[int, StepData, dict[str, float]], None]
 """Called with the number, the data and the metrics of a step."""
 
@@ -41,23 +39,21 @@ DECIDING = ("micro_batch", "gradient", "accept")
 """Hooks of callbacks that read numbers of a step before it is applied."""
 
 
-class Reading:
-    """A copy of a tensor to the host, in the background until `values` waits for it."""
+def read_later(tensor: Tensor) -> Callable[[], list[float]]:
+    """Copy a tensor to the host in the background; returns a function that waits for the copy and has its elements."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor, None
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def values(self) -> list[float]:
-        """The elements; waits for the copy and what was enqueued before it."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: list[float] = self._host.tolist()
+    def elements() -> list[float]:
+        event.synchronize()
+        found: list[float] = host.tolist()
         return found
+
+    return elements
 
 
 def may_read_later(engine: Engine, callbacks: Iterable[Callback]) -> bool:
@@ -78,12 +74,7 @@ def sum_over_ranks(
 ) -> Tensor:
     """Sum the numbers of a step over ranks by one all-reduce, which leaves them on the device.
 
-    Args:
-        mesh: the ranks.
-        data: the step.
-        result: this rank's losses.
-        signal: number of the signal that this rank received; 0 = none.
-        seconds: forward seconds of this rank.
+    `signal` is the number of the one that this rank received, 0 = none; `seconds` are its forward seconds.
 
     Returns:
         (3 + data-parallel ranks + packs,) float64: the step's summed loss, its slots, the sum of signals, the
@@ -158,6 +149,33 @@ class StopRequest:
         self._interrupt()
 
 
+@dataclass
+class TakenStep:
+    """A step after its backward passes.
+
+    Attributes:
+        number: its number, from 1.
+        data: its documents.
+        result: this rank's losses and times.
+        marks: of the device's clock: after the backward passes, and at its end.
+        metrics: of the objective and callbacks, learning rate, loss and norm of the gradient.
+        unread: reads its sums over ranks and the norm, where that waits until the next step is enqueued.
+        loss: summed loss of all ranks.
+        slots: computed slots of all ranks.
+        time_spread: the metric of this name, of the step before; NaN = not measured.
+    """
+
+    number: int
+    data: StepData
+    result: StepResult
+    marks: list[Any]
+    metrics: dict[str, float]
+    unread: Callable[[], list[float]] | None = None
+    loss: float = 0.0
+    slots: float = 0.0
+    time_spread: float = math.nan
+
+
 class StepApplier:
     """Applies steps after their backward passes, and reads and records their numbers, all in order.
 
@@ -183,7 +201,7 @@ class StepApplier:
         self._stop, self._record_metrics = stop, record
         self._peak_flops = mean_peak(model.engine.world, model.engine.dtype)
         self._reads_later = not model.objective.legend and may_read_later(model.engine, parts.callbacks)
-        self._unread: Callable[[], None] = lambda: None
+        self._last: TakenStep | None = None
         self._forward_seconds = 0.0
         self.restart_clock()
 
@@ -192,125 +210,103 @@ class StepApplier:
         self._mark: Any = self._engine.clock.mark()
 
     def apply(self, step: int, data: StepData, result: StepResult) -> None:
-        """Apply a step, unless its numbers forbid it."""
-        (self._apply_ahead if self._reads_later else self._apply)(step, data, result)
-
-    def _diverged(self, what: str, documents: list[int]) -> NoReturn:
-        diverged(self._config, self._feed, what, documents)
-
-    def _apply(self, step: int, data: StepData, result: StepResult) -> None:
-        """Read the numbers of a step, apply it unless they forbid it, and record it."""
-        engine, callbacks = self._engine, self._callbacks
-        sums = self._checked(step, data, self._sum(data, result).tolist())
-        middle = engine.clock.mark()
-        metrics = self._objective.metrics(engine) | callbacks.gradient(step, engine)
-        norm, loss = engine.clip(self._config.optimizer.clip), sums[0] / (data.denominator or 1)
-        applied = self._is_valid(step, data, norm) and callbacks.accept(step, loss, norm)
-        rate = self._rate(step)
-        metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
+        """Apply a step, unless its numbers forbid it, and record it, or the step before if numbers are read later."""
+        engine, config = self._engine, self._config.optimizer
+        rate = learning_rate(step, self.steps, config)
+        sums = sum_over_ranks(self._mesh, data, result, self._stop.signal or 0, self._forward_seconds)
+        taken, applied = TakenStep(step, data, result, [], {"lr": rate}), True
+        if self._reads_later:
+            taken.marks.append(engine.clock.mark())
+            taken.unread = read_later(torch.cat([sums, engine.clip_on_device(config.clip)[None]]))
+        else:
+            self._check_losses(taken, sums.tolist())
+            taken.marks.append(engine.clock.mark())
+            taken.metrics |= self._objective.metrics(engine)
+            for callback in self._callbacks:
+                taken.metrics |= callback.gradient(step, engine)
+            applied = is_valid = self._check_norm(taken, norm := engine.clip(config.clip))
+            for callback in self._callbacks if is_valid else ():  # each sees every step
+                applied &= callback.accept(step, taken.metrics["loss"], norm)
         if applied:
             engine.step(rate)
         else:
             engine.discard()
-            metrics["skipped"] = 1.0
+            taken.metrics["skipped"] = 1.0
         self.step = step
-        callbacks.after_step(step, engine, applied)
-        self._record(step, data, result, (middle, engine.clock.mark()), sums, metrics)
+        for callback in self._callbacks:
+            callback.after_step(step, engine, applied)
+        taken.marks.append(engine.clock.mark())
+        self.settle()
+        self._last = taken
+        if not self._reads_later:
+            self.settle()
 
-    def _apply_ahead(self, step: int, data: StepData, result: StepResult) -> None:
-        """Apply a step without a wait for its numbers; read and record the numbers of the step before."""
-        engine, rate = self._engine, self._rate(step)
-        sums = self._sum(data, result)
-        middle = engine.clock.mark()
-        reading = Reading(torch.cat([sums, engine.clip_on_device(self._config.optimizer.clip)[None]]))
-        engine.step(rate)
-        self.step = step
-        self._callbacks.after_step(step, engine, True)
-        marks = middle, engine.clock.mark()
-        self.settle(partial(self._read, step, data, result, marks, rate, reading))
+    def settle(self) -> None:
+        """Record the last applied step, after reading and checking its numbers; nothing if that was done."""
+        taken, self._last = self._last, None
+        if taken is None:
+            return
+        if taken.unread is not None:
+            *numbers, norm = taken.unread()
+            self._check_losses(taken, numbers)
+            self._check_norm(taken, norm)
+        self._record(taken)
 
-    def settle(self, unread: Callable[[], None] = lambda: None) -> None:
-        """Read and record the last applied step; keep `unread`, which does so for the next one, for the next call."""
-        last, self._unread = self._unread, unread
-        last()
-
-    def _read(
-        self, step: int, data: StepData, result: StepResult, marks: Marks, rate: float, reading: Reading
-    ) -> None:
-        *numbers, norm = reading.values()
-        sums = self._checked(step, data, numbers)
-        self._is_valid(step, data, norm)
-        loss = sums[0] / (data.denominator or 1)
-        self._record(step, data, result, marks, sums, {"loss": loss, "lr": rate, "grad_norm": norm})
-
-    def _sum(self, data: StepData, result: StepResult) -> Tensor:
-        """The sums of a step over ranks, with the forward seconds of the last step that this rank has recorded."""
-        return sum_over_ranks(self._mesh, data, result, self._stop.signal or 0, self._forward_seconds)
-
-    def _rate(self, step: int) -> float:
-        return learning_rate(step, self.steps, self._config.optimizer)
-
-    def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float, float]:
-        """Summed loss, slots and `time_spread` of a step, from its `_sum`; a signal of any rank ends the run.
+    def _check_losses(self, taken: TakenStep, numbers: list[float]) -> None:
+        """Read a step's sums and loss; a signal of any rank ends the run.
 
         Raises:
             NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
         """
-        loss_sum, slots, signals, *rest = numbers
-        times, flags = rest[: self._mesh.data_size], rest[self._mesh.data_size :]
+        data, ranks = taken.data, self._mesh.data_size
+        taken.loss, taken.slots, signals, *rest = numbers
+        times, flags = rest[:ranks], rest[ranks:]
         if any(flags):
             broken = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag])
-            self._diverged(f"the loss of step {step} is not finite; {self._undone}", broken.tolist())
+            self._diverged(f"the loss of step {taken.number} is not finite; {self._undone}", broken.tolist())
         if signals:
             self._stop.agree()
-        spread = max(times) / (sum(times) / len(times)) - 1.0 if all(times) else math.nan
-        return loss_sum, slots, spread
+        taken.time_spread = max(times) / (sum(times) / ranks) - 1.0 if all(times) else math.nan
+        taken.metrics["loss"] = taken.loss / (data.denominator or 1)
+
+    def _check_norm(self, taken: TakenStep, norm: float) -> bool:
+        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
+        what, overflowed = f"the gradient of step {taken.number}", self._engine.overflowed
+        documents = taken.data.documents.tolist()
+        if overflowed and self._engine.loss_scale < 1:
+            self._diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
+        if not overflowed and not math.isfinite(norm):
+            self._diverged(f"{what} is not finite; {self._undone}", documents)
+        taken.metrics["grad_norm"] = norm
+        return not overflowed
+
+    def _diverged(self, what: str, documents: list[int]) -> NoReturn:
+        diverged(self._config, self._feed, what, documents)
 
     @property
     def _undone(self) -> str:
         return "nothing was saved after it" if self._reads_later else "the step was not applied"
 
-    def _is_valid(self, step: int, data: StepData, norm: float) -> bool:
-        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
-        what, overflowed = f"the gradient of step {step}", self._engine.overflowed
-        documents = data.documents.tolist()
-        if overflowed and self._engine.loss_scale < 1:
-            self._diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
-        if not overflowed and not math.isfinite(norm):
-            self._diverged(f"{what} is not finite; {self._undone}", documents)
-        return not overflowed
-
-    def _record(
-        self,
-        step: int,
-        data: StepData,
-        result: StepResult,
-        marks: Marks,
-        sums: tuple[float, float, float],
-        metrics: dict[str, float],
-    ) -> None:
-        """Record a step.
-
-        `marks` are the device clock's, after its backward passes and at its end; `sums` are `_checked`'s.
-        """
-        self.running = [self.running[0] + sums[0], self.running[1] + data.denominator]
+    def _record(self, taken: TakenStep) -> None:
+        data, result, metrics = taken.data, taken.result, taken.metrics
+        self.running = [self.running[0] + taken.loss, self.running[1] + data.denominator]
         self.loss = metrics["loss"]
-        (middle, ended), clock, world = marks, self._engine.clock, self._engine.world
+        (middle, ended), clock, world = taken.marks, self._engine.clock, self._engine.world
         seconds, self._mark = clock.seconds(self._mark, ended), ended
         flops, peak = self._cost_model.flops(*data.computed), self._peak_flops * world.size
         values = {
-            "step": step,
+            "step": taken.number,
             "dto": clock.seconds(middle, ended),
             "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
-            **step_metrics(data, result, sums[1], seconds, world.size),
+            **step_metrics(data, result, taken.slots, seconds, world.size),
             **metrics,
         }
         record = {name: values[name] for name in LEGEND if name in values} | metrics
         self._forward_seconds = result.forward_seconds
-        if self._mesh.data_size > 1 and math.isfinite(sums[2]):
-            record["time_spread"] = sums[2]
+        if self._mesh.data_size > 1 and math.isfinite(taken.time_spread):
+            record["time_spread"] = taken.time_spread
             parallel = self._config.parallel
             synchronizes_once = parallel.data in ("ddp", "zero1") and parallel.model_ranks == 1
             if synchronizes_once and math.isfinite(seconds_waited := result.synchronizing_seconds):
                 record["dtc"] = seconds_waited
-        self._record_metrics(step, data, record)
+        self._record_metrics(taken.number, data, record)

@@ -10,7 +10,6 @@ A phase returns an object; its `notes` are for the header of the run. Settings a
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +33,7 @@ from multipack.reports.console import PLANNING, Console, Detail
 from multipack.run import RunDirectory, find_run, unused_folder
 from multipack.shapes import ModelShape
 from multipack.training.blueprint import open_engine
-from multipack.training.callbacks.callback import Callback, Callbacks
+from multipack.training.callbacks.callback import Callback
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, Feed, PackLoaders, Validation
 from multipack.training.objective import Objective
@@ -121,7 +120,7 @@ class Parts:
     opening: Opening
     model: OpenModel
     feeds: Feeds
-    callbacks: Callbacks
+    callbacks: list[Callback]
     files: RunFiles
     notes: list[str]
 
@@ -137,7 +136,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     config, mesh, resumed = opening.config, opening.mesh, opening.resumed
     corpus = read_documents(config, mesh, console)
     start = find_start(config, corpus, resumed, world)
-    model = open_model(config, corpus, start, mesh, clock)
+    model = open_model(config, corpus, start, mesh)
     config, engine = model.config, model.engine
     with console.notice(PLANNING):
         feeds = Feeds(model, console, clock, opening.run.path if resumed is not None else None)
@@ -156,7 +155,7 @@ def assemble(config: Config, world: World, console: Console, clock: Callable[[],
     notes = [*model.notes, *_outside_template(config, corpus, template), *start.notes]
     if config.train.eval_every and config.train.sample_tokens and not (engine.is_whole or foreign):
         notes.append("no samples, because no rank holds the whole model: use `multipack generate RUN`")
-    return Parts(opening, model, feeds, Callbacks(callbacks), files, [*notes, *feeds.notes])
+    return Parts(opening, model, feeds, callbacks, files, [*notes, *feeds.notes])
 
 
 def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
@@ -164,7 +163,7 @@ def _outside_template(config: Config, corpus: Corpus, template: str) -> list[str
     documents = corpus.train if len(corpus.train) else corpus.validation
     if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
         return []
-    if not (documents.store.item_size > 1 or documents.prompt_length(0)):
+    if not (documents.size > 1 or documents.prompt_length(0)):
         return []
     if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
         return []
@@ -232,18 +231,6 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
             f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
             " micro-batches each"
         )
-    if parallel.pipeline > 1 and config.train.fixed_shape != "true":
-        notes.append(
-            Detail(f"packs are padded to plan.capacity={config.plan.capacity}: pipelines need one shape")
-        )
-    if parallel.tensor > 1:
-        hosts = mesh.world.gather(socket.gethostname())
-        first = mesh.world.rank - mesh.coordinate("tp")
-        if len(set(hosts[first : first + parallel.tensor])) > 1:
-            notes.append(
-                f"parallel.tensor={parallel.tensor} spans several hosts: its ranks communicate in every layer, for"
-                " which only links within a host are fast enough"
-            )
     return packs, notes
 
 
@@ -316,13 +303,7 @@ def find_start(config: Config, corpus: Corpus, resumed: Checkpoint | None, world
     return Start(shape, weights, folder, base_hash, notes)
 
 
-def open_model(
-    config: Config,
-    corpus: Corpus,
-    start: Start,
-    mesh: Mesh,
-    clock: Callable[[], float],
-) -> OpenModel:
+def open_model(config: Config, corpus: Corpus, start: Start, mesh: Mesh) -> OpenModel:
     """Resolve the settings, and open the engine of the model that they describe; collective.
 
     Raises:
@@ -336,14 +317,14 @@ def open_model(
     config = replace(config, adapter=replace(config.adapter, base_hash=start.base_hash))
     config, chosen = resolve(config, objective_of(config, corpus), start.shape, packs, mesh.world)
     objective, dtype = objective_of(config, corpus), DTYPES[config.train.dtype]
-    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype, clock)
+    engine = open_engine(config, objective, start.shape, start.weights, mesh, dtype)
     cost_model = CostModel.from_shape(start.shape, adapter=config.adapter)
     return OpenModel(config, objective, start.shape, cost_model, engine, notes + chosen)
 
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:
     """`Preferences` if the documents are pairs, else next-token prediction."""
-    if corpus.arriving is not None or corpus.train.store.item_size == 1:
+    if corpus.arriving is not None or corpus.train.size == 1:
         return Objective(config, corpus)
     from multipack.training.preferences import Preferences
 
@@ -359,27 +340,17 @@ def shape_of(
     """The decoder's shape with its vocabulary.
 
     A resumed run keeps the family of its checkpoint. A model of transformers is built from the checkpoint's
-    config.json, because its folder may have changed.
-
-    Args:
-        config: settings of the run.
-        tokenizer: tokenizer of the documents.
-        initial: the weights that are read, whose family the run keeps.
-        resumed: the checkpoint of a resumed run.
+    config.json, because its folder may have changed. The family is the one of the `initial` weights, if there are any.
 
     Raises:
         ValueError: the vocabulary is smaller than the tokenizer's, or the resumed run names another model.
     """
     size = config.model.vocabulary_size
-    if size and size < tokenizer.vocabulary_size and config.train.resume != "false":
-        raise ValueError(
-            f"the documents have changed since the run began: their tokenizer has {tokenizer.vocabulary_size:,} tokens,"
-            f" and that of the run {size:,}; restore them, or start a new run with another out="
-        )
     if size and size < tokenizer.vocabulary_size:
+        changed = "restore the documents of the run, or start a new one with another out="
+        mend = "use 0 to take the tokenizer's" if config.train.resume == "false" else changed
         raise ValueError(
-            f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size};"
-            " use 0 to take the tokenizer's"
+            f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size}: {mend}"
         )
     rows = initial.shape.vocabulary_size if initial is not None else 0  # may exceed the number of tokens
     shape = config.shape_with(size or max(rows, tokenizer.vocabulary_size))
@@ -399,18 +370,16 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
     Returns:
         `config.train` with these choices, and notes on them for the header of the run.
     """
-    train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
+    train, on_gpu = config.train, world.device.type == "cuda"
     notes: list[str] = []
     dtype = resolve_dtype(train.dtype, world.device)
     if config.model.architecture and train.compile == "auto":
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
-        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide
-        # evenly; beside plan.budget, the mean of packs, it would be mostly padding.
-        divides = config.plan.longest % parallel.token_multiple == 0
-        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget
-        fixed = fixed and not parallel.context_slack
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. Beside plan.budget, the mean of packs, a fixed shape would be
+        # mostly padding.
+        fixed = (on_gpu or dtype.itemsize < 4) and not config.plan.budget
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = ""
@@ -419,8 +388,7 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
 
             problem = next(filter(None, world.gather(compiler_problem(world.device))), "")
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
-        wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
-        train = replace(train, compile="true" if wanted else "false")
+        train = replace(train, compile="true" if on_gpu and not problem else "false")
     chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
     return replace(train, dtype=chosen), notes
 
@@ -442,13 +410,6 @@ def resolve(
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         lr *= ADAPTER_LR_SCALE if config.adapter.name != "none" else 1
         optimizer = replace(optimizer, lr=lr)
-        if train.init_from:
-            adapted = " with adapters" if config.adapter.name != "none" else ""
-            notes.append(
-                Detail(
-                    f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from{adapted}"
-                )
-            )
     return (
         replace(
             config,
@@ -492,9 +453,8 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
-        staged = [Detail(corpus.staged)] if corpus.staged else []
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
-        self.notes = [*staged, *warnings, *notes]
+        self.notes = [*warnings, *notes]
         self.training: Feed
         self.steps = train.steps  # 0 = as many as `train.epochs` has, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
@@ -535,30 +495,23 @@ def build_callbacks(
     """
     train, log, track = config.train, config.log, config.track
     callbacks: list[Callback] = []
-    if train.profile:
+    trace = run.path / "trace.json"
+    if train.profile and world.is_main and not trace.exists():  # a resumed run keeps its earlier trace
         from multipack.training.callbacks.profiler import Trace
 
-        callbacks.append(Trace(run.path / "trace.json" if world.is_main else None, world.device, report))
-    if log.layer_norms:
-        from multipack.training.callbacks.gradients import LayerNorms
-
-        callbacks.append(LayerNorms())
+        callbacks.append(Trace(trace, world.device, report))
     if log.gradient_noise:
-        from multipack.training.callbacks.gradients import GradientNoise
+        from multipack.training.callbacks.gradient_noise import GradientNoise
 
         callbacks.append(GradientNoise())
     if train.spike != "off":
         from multipack.training.callbacks.spikes import SpikeGuard
 
-        callbacks.append(SpikeGuard(train.spike, train.spike_factor, report))
-    if train.ema_decay:
-        from multipack.training.callbacks.averaging import MovingAverage
-
-        callbacks.append(MovingAverage(train.ema_decay))
+        callbacks.append(SpikeGuard(train.spike, report))
     if train.patience:
         from multipack.training.callbacks.early_stopping import EarlyStopping
 
-        callbacks.append(EarlyStopping(train.patience, train.min_improvement))
+        callbacks.append(EarlyStopping(train.patience))
     if track.to and track.mode != "disabled":
         from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import lru_cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from multipack.machine import import_extra
+from multipack.machine import available_memory
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze, parameter_options
 from multipack.training.run_config import Config
-from multipack.words import flatten
 
 if TYPE_CHECKING:
-    from multipack.models.kernels import Kernel
     from multipack.ops.quantized import Quantized
     from multipack.training.weights import Reader
 
@@ -38,15 +35,14 @@ def open_engine(
     weights: Reader | None,
     mesh: Mesh,
     dtype: torch.dtype,
-    clock: Callable[[], float],
 ) -> Engine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
-    kernels = kernels_of(config, shape, mesh.world.device)
     whole = _parameters(shape, config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
     if config.parallel.pipeline > 1:
         _check_first_stage(whole, config, shape)
+    _check_memory(whole, config, mesh.world)
     saved = _saved(config, whole)
     initial = _initial(config, shape, weights, whole)
 
@@ -61,10 +57,6 @@ def open_engine(
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
         freeze(dict(model.named_parameters()), config.optimizer, whole)
-        if kernels:
-            from multipack.models.kernels import MODULE, use_liger
-
-            use_liger(model, kernels, import_module(MODULE))
         if config.train.tiles > 1 or config.train.recompute != "none":
             from multipack.models.recompute import recompute_blocks, tile_layers
 
@@ -95,36 +87,7 @@ def open_engine(
         config.parallel,
         dtype,
         micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
-        clock=clock,
     )
-
-
-def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[Kernel]:
-    """The operations that Liger's kernels compute, by `model.kernels`.
-
-    Raises:
-        ValueError: `model.kernels=liger`, and this run cannot use one of the kernels; the message has the reason.
-        ImportError: `model.kernels=liger`, and Liger is not installed.
-    """
-    wanted = config.model.kernels
-    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
-        return []
-    from multipack.models.kernels import MODULE, problems
-
-    found = problems(shape, flatten(asdict(config)))
-    problem = f"this run is on a {device.type.upper()}" if device.type != "cuda" else ""
-    if shape.architecture:
-        problem = f"the code of model=hf:{shape.architecture} is that of transformers"
-    if wanted == "liger":
-        refused = (f"{reason} cannot be with its {kernel}" for kernel, reason in found.items() if reason)
-        if reason := problem or next(refused, ""):
-            raise ValueError(
-                f"model.kernels=liger: {reason}; use model.kernels=auto, which takes the kernels that suit, or torch"
-            )
-        import_extra(MODULE, "model.kernels=liger", "liger")
-    elif problem or find_spec("liger_kernel") is None:
-        return []
-    return [kernel for kernel, reason in found.items() if not reason]
 
 
 def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape: ModelShape) -> None:
@@ -143,6 +106,29 @@ def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape:
             f"{setting} freeze all that the first stage of the pipeline holds, which then has no gradients to"
             f" compute: use fewer than the {parallel.stages} stages of parallel.pipeline={parallel.pipeline}, or"
             " parallel.pipeline=1 with parallel.data=zero3"
+        )
+
+
+def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: World) -> None:
+    """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
+
+    Raises:
+        ValueError: the weights would not fit.
+    """
+    parallel, free = config.parallel, available_memory()
+    elements = sum(each.numel() for each in whole.values())
+    parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]
+    names = world.gather(socket.gethostname())
+    ranks = names.count(names[world.rank])
+    needed = sum(each.nbytes for each in whole.values()) // parts * ranks
+    allocates = torch.get_default_device().type == "cpu"  # not on the meta device, as in estimates
+    if parallel.offload == "disk" and parallel.offloads_parameters:
+        return  # parameters are in files
+    if free is not None and needed > free and world.device.type == "cpu" and allocates:
+        divide = ", or parallel.data=zero3" if parts < world.size else ""
+        raise ValueError(
+            f"the model has {elements:,} parameters, of which the {ranks} of {world.size} ranks on this host hold"
+            f" {needed:,} bytes, and {free:,} are free: choose a smaller model=, or more hosts{divide}"
         )
 
 

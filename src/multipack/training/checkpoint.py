@@ -3,7 +3,7 @@
     .step-00000100.1f3a.partial/ … fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  remove old ones
 
     step-00000100/
-      tensors/weights-00001.safetensors … model and its averages, a file per rank; see checkpoint_tensors.py
+      tensors/weights-00001.safetensors … model, a file per rank; see checkpoint_tensors.py
       tensors/state-00001.safetensors …   optimizer, random numbers
       state.json                          step, progress of the run, checksums of all other files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
@@ -16,11 +16,11 @@ number of ranks than wrote it. Tensors are safetensors and all other files are t
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,33 +41,26 @@ from multipack.training.checkpoint_tensors import Pieces, TensorFiles, divide, w
 
 _PATIENCE = timedelta(days=1)
 """Time that ranks wait for each other while a checkpoint is written."""
-DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors that reading a damaged file may raise."""
+MALFORMED = (SafetensorError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors that values of another form than was written may raise."""
 TENSORS = "tensors"
 """Folder of the tensor files."""
 
-WEIGHTS = ("model", "callbacks")
-"""Groups of tensors in the files `weights-…`; other groups are in `state-…`."""
-
-_MARK = {"bytes": 0, "sha256": ""}  # of a file of the run log
-FORM: dict[str, Any] = {
+PROGRESS: dict[str, type] = {
     "data": dict,
-    "corpus": {"documents": "", "tokens": ""},
-    "files": {},
-    "world_size": 1,
-    "threads": 1,
-    "running": [0.0, 0.0, ""],
-    "evaluated": 0,
-    "best": None,
-    "best_step": 0,
+    "corpus": dict,
+    "files": dict,
     "callbacks": dict,
-    "marks": {"metrics": _MARK, "samples": _MARK, "documents": _MARK},
+    "marks": dict,
+    "running": list,
+    "world_size": int,
+    "threads": int,
+    "evaluated": int,
+    "best_step": int,
 }
-"""An example of each entry of `Checkpoint.progress`, whose type and length are compared.
-
-The feed and the objective check their own state."""
-AFTER_EVALUATION = {"best": 0.0, "improved": [0, 0.0]}
-"""Entries (of callbacks too) that are None until the first evaluation → an example of their later values."""
+"""Entry of `Checkpoint.progress` → its type."""
+LOG = ("metrics", "samples", "documents")
+"""Files of the run log, whose sizes and hashes are `progress["marks"]`."""
 
 Files = dict[str, str]
 """Name of a file in a checkpoint → its `checksum`."""
@@ -81,7 +74,7 @@ class Checkpoint:
         path: folder of the checkpoint.
         step: number of steps taken when it was written.
         source: its tensors in groups: "model" and "optimizer" as in `Engine.state`, "rng", and others.
-        progress: JSON values of the trainer and of `RunFiles`, see `FORM`: state of the feed, running loss,
+        progress: JSON values of the trainer and of `RunFiles`, see `PROGRESS`: state of the feed, running loss,
             hashes of documents, positions in the run log.
     """
 
@@ -102,12 +95,8 @@ class CheckpointWriter:
     In the background, training continues while a checkpoint is written: each rank first copies its pieces to CPU
     memory. The next `save` waits for the checkpoint; errors are raised there or by `wait`, on every rank.
 
-    Args:
-        run: the run directory.
-        world: all ranks of the run.
-        keep: number of newest checkpoints to keep, besides the best; 0 = all.
-        background: whether `save` returns before the checkpoint is written.
-        report: called on rank 0 with a line of text if an old checkpoint cannot be removed, once.
+    It keeps the `keep` newest checkpoints (0 = all) besides the best; `report` gets a line, once, on rank 0, if an old
+    one cannot be removed.
     """
 
     def __init__(
@@ -144,7 +133,7 @@ class CheckpointWriter:
         Args:
             step: number of steps taken.
             tensors: this rank's tensors by group and name. States of random number generators are added.
-            progress: JSON values of the trainer. Only rank 0 uses this and the following arguments.
+            progress: see `PROGRESS`. Only rank 0 uses this and the following arguments.
             files: name → content of additional text files.
             best: whether its validation loss is the lowest so far.
 
@@ -230,7 +219,7 @@ class CheckpointWriter:
         world, problem, written = self._world, "", Files()
         kinds: dict[str, Pieces] = {"weights": {}, "state": {}}
         for key, piece in pieces.items():
-            kinds["weights" if key.partition(".")[0] in WEIGHTS else "state"][key] = piece
+            kinds["weights" if key.startswith("model.") else "state"][key] = piece
         try:
             for kind, each in kinds.items():
                 if each:
@@ -311,9 +300,16 @@ def load_checkpoint(path: Path, world: World | None = None, weights_only: bool =
         ValueError: it is incomplete or of another format; a file is missing or is not what was written.
     """
     check_format(path)
-    try:
+    with readable(path, (OSError, ValueError, *MALFORMED)):
         return _open(path, world or World(), weights_only)
-    except DAMAGED as error:
+
+
+@contextmanager
+def readable(path: Path, errors: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
+    """Context that reads a checkpoint; its `errors` become a ValueError that names the checkpoint, in one line."""
+    try:
+        yield
+    except errors as error:
         reason = " ".join(str(error).split())  # of safetensors it may have several lines
         raise ValueError(
             f"checkpoint {path} cannot be read: {reason}; resume from another one in {path.parent}"
@@ -354,56 +350,19 @@ def damage(path: Path, files: Files, checked: Collection[str]) -> str:
     return ""
 
 
-def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> dict[str, Any]:
-    """The progress of a checkpoint, after checking the types of its entries.
+def check_progress(checkpoint: Checkpoint) -> None:
+    """Check the types of the entries of a checkpoint's progress; raises a ValueError that names the checkpoint.
 
-    Args:
-        checkpoint: the checkpoint.
-        callbacks: name of a callback → its state in this run, an example of its state in the checkpoint.
-
-    Raises:
-        ValueError: an entry is missing or has another type.
+    The checksum of the file is right: the file was changed on purpose, or by a version with other entries.
     """
-    progress = checkpoint.progress
-    saved = progress.get("callbacks")
-    states = {name: state for name, state in callbacks.items() if isinstance(saved, dict) and name in saved}
-    problem = _difference(progress, FORM, "progress")
-    if states:  # none, if the run has no callbacks of the saved one
-        problem = problem or _difference(saved, states, "progress.callbacks")
-    if problem:
-        raise ValueError(
-            f"checkpoint {checkpoint.path} cannot be read: {problem}; resume from another one in"
-            f" {checkpoint.path.parent}"
-        )
-    return progress
-
-
-def _difference(value: Any, example: Any, name: str) -> str:
-    """How a JSON value differs in type from an example, empty if it does not.
-
-    The example `dict` is any dictionary, an empty one a dictionary of texts, and None is None or what
-    `AFTER_EVALUATION` has.
-    """
-    last = name.rpartition(".")[2]
-    if example is None and value is not None:
-        example = AFTER_EVALUATION.get(last)
-    if example is dict or example is None:
-        fits, parts = isinstance(value, dict) or (example is None and value is None), []
-    elif isinstance(example, dict):
-        keys = example or (value if isinstance(value, dict) else {})  # an empty example: names → texts
-        fits = isinstance(value, dict) and value.keys() >= keys.keys()
-        parts = [(f"{name}.{key}", key, example.get(key, "")) for key in keys]
-    elif isinstance(example, list | tuple):
-        fits = isinstance(value, list) and len(value) == len(example)
-        parts = [(f"{name}.{index}", index, part) for index, part in enumerate(example)]
-    else:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        whole = not isinstance(example, int) or isinstance(value, int)
-        fits, parts = isinstance(value, str) if isinstance(example, str) else number and whole, []
-    if not fits:
-        expected = example.__name__ if isinstance(example, type) else example
-        return f"{name} is {str(value)[:60]!r} instead of a value such as {expected!r}"
-    return next(filter(None, (_difference(value[key], part, label) for label, key, part in parts)), "")
+    with readable(checkpoint.path):
+        for name, kind in PROGRESS.items():
+            if type(checkpoint.progress[name]) is not kind:
+                raise TypeError(f"progress.{name} is no {kind.__name__}")
+        for name in LOG:
+            mark = checkpoint.progress["marks"][name]
+            if (type(mark["bytes"]), type(mark["sha256"])) != (int, str):
+                raise TypeError(f"progress.marks.{name} is no size and hash")
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:
@@ -414,12 +373,8 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore_rng(world: World, source: TensorFiles) -> bool:
-    """Set this rank's random number generators to their saved states, if there are any.
-
-    Returns:
-        False, on all ranks, if the checkpoint was written by fewer ranks.
-    """
+def restore_rng(world: World, source: TensorFiles) -> None:
+    """Set this rank's random number generators to their saved states; a rank that is new keeps its own."""
     saved = source.shapes("rng")
     for name in rng_state(world).keys() & saved.keys():
         state = source.tensor("rng", name)
@@ -427,4 +382,3 @@ def restore_rng(world: World, source: TensorFiles) -> bool:
             torch.cuda.set_rng_state(state, world.device)
         else:
             torch.set_rng_state(state)
-    return f"rank-{world.size - 1}.cpu" in saved

@@ -7,16 +7,13 @@ the run meet, and `check_kind` the settings that depend on the kind of documents
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from multipack.data.text.data_config import ItemKind
 from multipack.data.text.skipped import counted
 from multipack.parallel.optimizers import check_optimizer
-from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import check_item_options
 from multipack.training.run_config import Config
@@ -62,7 +59,6 @@ RULES = (
     _of_foreign("train.tiles", 1),
     _of_foreign("train.compile", "false"),
     _of_foreign("model.attention", "auto"),
-    _of_foreign("model.kernels", "torch"),
     Refusal(
         lambda run: run.foreign and run.preference.loss == "reward",
         "preference.loss=reward needs a head of scores, which is not supported {foreign}",
@@ -91,18 +87,13 @@ RULES = (
         " model.attention=auto, or parallel.context_method=ulysses",
     ),
     Refusal(
-        lambda run: run.parallel.context_slack and run.train.fixed_shape == "true",
-        "parallel.context_slack={parallel.context_slack:g} gives context ranks unequal numbers of slots: use"
-        " train.fixed_shape=false, or parallel.context_slack=0",
-    ),
-    Refusal(
         lambda run: run.shares and run.parallel.context > 1 and run.parallel.context_method == "planned",
         "parallel.context_method=planned divides documents, which data.share_prefixes={data.share_prefixes} lets share"
         " tokens: use parallel.context_method=ulysses",
     ),
     Refusal(
         lambda run: (
-            run.shares and run.model.rotation_limit and run.plan.longest > run.model.rotation_limit.tokens
+            run.shares and run.model.rotation_limit and run.plan.capacity > run.model.rotation_limit.tokens
         ),
         "model.{model.rotation_limit}, and shared tokens are of several: use"
         " plan.capacity={model.rotation_limit.tokens} with data.share_prefixes={data.share_prefixes}",
@@ -141,13 +132,7 @@ OF_RANKS = (
     Refusal(
         lambda run: run.resumes and run.needed > run.per_rank,
         "parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
-        " data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline={shorter_pipeline}",
-    ),
-    Refusal(
-        lambda run: run.slots % run.parallel.token_multiple,
-        "plan.align={plan.align} leaves {slots} slots of plan.capacity={plan.capacity}, which parallel.context and"
-        " parallel.tensor divide by {parallel.token_multiple}: use plan.capacity={divided_slots}, or"
-        " plan.align={parallel.token_multiple}",
+        " data-parallel rank, and the resumed run has {per_rank}: use a smaller parallel.pipeline",
     ),
     Refusal(
         lambda run: run.log.gradient_noise and run.per_rank < 2,
@@ -172,10 +157,6 @@ OF_KINDS = (
         lambda run, name: run.kind != "documents" and getattr(run.parallel, name) > 1,
         "parallel.NAME={parallel.NAME} splits documents or layers, and the loss of preference pairs needs both answers"
         " on one rank: use parallel.data=zero3 or parallel.tensor",
-    ),
-    Refusal(
-        lambda run: run.kind != "documents" and run.train.compare_padding == "true",
-        "train.compare_padding=true is about single documents, and these are pairs: omit it",
     ),
     Refusal(
         lambda run: run.reads_values and run.parallel.tensor > 1,
@@ -246,7 +227,6 @@ def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
     ranks, saved = parallel.data_size(processes), plan.packs_per_step
     given = plan.for_ranks(ranks).packs_per_step
     packs = given if config.train.resume == "false" else saved  # a resumed run keeps its packs
-    both, slots = math.lcm(plan.align, parallel.token_multiple), config.pack_slots or 0
     return {
         "ranks": ranks,  # data-parallel
         "packs": packs,  # of a step
@@ -257,18 +237,4 @@ def _facts_of_ranks(config: Config, processes: int) -> dict[str, Any]:
         "named_ranks": counted(ranks, "data-parallel ranks"),
         "named_given": counted(given, "packs"),
         "named_packs": counted(packs, "packs"),
-        "shorter_pipeline": _shorter_pipeline(parallel, processes, packs),
-        "slots": slots,  # of every pack; 0 = they differ
-        "divided_slots": max(slots // both, 1) * both,
     }
-
-
-def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
-    """The largest smaller number of pipeline ranks for which a step has enough packs."""
-    for ranks in range(parallel.pipeline - 1, 1, -1):
-        other = replace(parallel, pipeline=ranks)
-        if processes % other.model_ranks == 0:
-            per_rank = -(-packs // other.data_size(processes))
-            if fit_micro_batches(other, per_rank) == per_rank:
-                return ranks
-    return 1

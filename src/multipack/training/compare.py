@@ -18,6 +18,9 @@ from multipack.parallel.engine import Engine
 from multipack.planning.options import LossWeighting
 from multipack.planning.plan import Plan
 
+PADDED_BATCH_SIZE = 8
+"""Documents in a padded batch, where a run compares packed steps with padded ones."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,7 +66,7 @@ def compare_with_padding(
     documents: Documents,
     plan: Plan,
     *,
-    batch_size: int = 8,
+    batch_size: int = PADDED_BATCH_SIZE,
     steps: int = 5,
     seconds: float = 40.0,
     clock: Callable[[], float] = time.perf_counter,
@@ -76,7 +79,7 @@ def compare_with_padding(
 
     Args:
         engine: an engine in a world of one process: padded ranks would wait for each other.
-        documents: the training documents of the plan.
+        documents: the training documents.
         plan: its first steps are compared.
         batch_size: documents in a padded batch.
         steps: most pairs to time, after one untimed pair.
@@ -86,18 +89,18 @@ def compare_with_padding(
         pad_to: slots of every pack; None = packs are not padded.
     """
     collate, model = PackedCollator.of(plan, pad_to), cast(Any, engine.model)
-    own_loss, began = model.training_loss, clock()
+    own_loss, began = model.loss_function, clock()
     pairs: list[tuple[float, float, int, int]] = []
     for index in range(min(steps, plan.num_steps) + 1):
         step = max(index - 1, 0)  # the first pair warms up and is repeated
         packed = [collate([documents[int(n)] for n in pack]) for pack in plan.packs(step) if len(pack)]
         padded = padded_batches(documents, plan.documents(step), batch_size, step, plan.loss_weighting)
         packed_seconds = timed_step(engine, packed, clock)
-        model.training_loss = padded_loss or own_loss
+        model.loss_function = padded_loss or own_loss
         try:
             padded_seconds = timed_step(engine, padded, clock)
         finally:
-            model.training_loss = own_loss
+            model.loss_function = own_loss
         tokens, slots = sum(each.num_tokens for each in padded), sum(each.num_slots for each in padded)
         pairs += [(packed_seconds, padded_seconds, tokens, slots)] if index else []
         if pairs and clock() - began > seconds:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +111,7 @@ def evaluate(
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
             Without documents, the run's validation documents are evaluated.
-        weights: of a run.
+        weights: of a run: latest or best.
         console: shows progress.
 
     Raises:
@@ -163,7 +162,7 @@ def compose_evaluation(path: Path | str, words: Sequence[str]) -> EvaluationRequ
         )
     data, train, preference = (saved.get(group) or {} for group in ("data", "train", "preference"))
     base = initial_model({**given, "train.init_from": str(folder)}) or {"model": {"kv_heads": 0}}
-    base["plan"] = _some(saved.get("plan", {}), "capacity", "align") | {"micro_batches": 1}
+    base["plan"] = _some(saved.get("plan", {}), "capacity") | {"micro_batches": 1}
     base["train"] = _some(train, "loss_weighting", "dtype", "deterministic", "seed")
     base["preference"] = {name: value for name, value in preference.items() if name != "reference"}
     base["data"] = _other_documents(data, given) if chosen else data
@@ -195,7 +194,7 @@ def _evaluate(
     shape = objective_of(config, corpus).shape(shape_of(config, corpus.tokenizer, found))
     read, note = adapt_weights(found, shape, corpus.tokenizer, "RUN")
     start = Start(shape, read, found.folder, "", [note])
-    model = open_model(config, corpus, start, mesh, time.perf_counter)
+    model = open_model(config, corpus, start, mesh)
     objective, engine = model.objective, model.engine
     with console.progress("computing reference values") as advance:
         views, _ = objective.views(engine, advance, folder.parent.parent if folder is not None else None)
@@ -243,7 +242,7 @@ def _documents(request: EvaluationRequest, mesh: Mesh, console: Console) -> Corp
 def _with_preference(request: EvaluationRequest, corpus: Corpus) -> Config:
     """The settings: for pairs with their reference model, for other documents without preferences."""
     config = request.config
-    if corpus.validation.store.item_size == 1:
+    if corpus.validation.size == 1:
         return replace(config, preference=PreferenceConfig())
     objective = objective_of(config, corpus)
     needed = isinstance(objective, Preferences) and objective.loss.uses_reference

@@ -127,8 +127,8 @@ def _shared_error(model: Decoder, device: torch.device) -> float:
             hidden = model.hidden(batch)
         except (TypeError, ValueError, RuntimeError):
             return math.inf
-        logs = linear_log_probabilities(
-            hidden, model.output_weight, batch.targets, **model.loss_options(batch)
-        )
+        rows = None if batch.tree is None else batch.tree.target_slots
+        options = vars(model.loss_options)
+        logs = linear_log_probabilities(hidden, model.output_weight, batch.targets, rows=rows, **options)
         found.append(logs[batch.targets != IGNORE])
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())

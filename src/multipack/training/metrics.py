@@ -34,8 +34,13 @@ LEGEND: dict[str, str] = {
     "cost_spread": "predicted cost of the most loaded rank over the mean, minus 1",
     "train_loss": "mean loss since the last evaluation, weighted as loss",
     "val_loss": "mean loss of the validation documents, weighted as loss (val_loss/NAME: of a source of a mixture)",
+    # Of runs with several ranks, or with the settings that are named.
+    "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
+    "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
+    "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient (train.spike)",
+    "gradient_noise": "gradient noise scale, in targets: larger steps than this help little (log.gradient_noise)",
 }
-"""Metric → meaning, in the order in which they are printed."""
+"""Metric → meaning, in the order in which they are printed; objectives add their own."""
 
 FORMATS: dict[str, str] = {
     **dict.fromkeys(("step", "target_tokens", "tps", "tps_per_device"), ".0f"),
@@ -43,13 +48,6 @@ FORMATS: dict[str, str] = {
     **dict.fromkeys(("sps", "sps_per_device", "mfu", "memory"), ".2f"),
 }
 """Metric → its format in log lines; others have four decimals."""
-
-SOMETIMES: dict[str, str] = {
-    "dtc": "seconds of dtb in which gradients are synchronized: the last backward pass beyond the pace of the others",
-    "time_spread": "forward seconds of the slowest data-parallel rank over the mean, minus 1, of the step before",
-    "skipped": "1 where the step was skipped: fp16 overflow, or a spike of loss or gradient",
-}
-"""Metric → meaning, for metrics that depend on the run: several ranks, steps that may be skipped."""
 
 
 def step_metrics(
@@ -82,14 +80,7 @@ def peak_memory_bytes() -> int:
 
 
 def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, seconds_left: float) -> str:
-    """A step as one line of at most 100 columns.
-
-    Args:
-        metrics: record of the step.
-        steps: last step of the run.
-        val_loss: validation loss of the last evaluation; None = there was none.
-        seconds_left: estimated time to the end of the run.
-    """
+    """The record of a step as one line of at most 100 columns; `steps` is the last step of the run."""
     step = f"step {metrics['step']:>{len(str(steps))}.0f}/{steps}"
     parts = [step, f"loss {metrics['loss']:.4f}"]
     parts += [f"val {val_loss:.4f}"] if val_loss is not None else []
@@ -102,10 +93,7 @@ def step_line(metrics: Mapping[str, float], steps: int, val_loss: float | None, 
 def evaluation_line(metrics: Mapping[str, float], tokens: bool = True, first: Sequence[str] = ()) -> str:
     """An evaluation as one line of at most 100 columns; metrics that do not fit are left out, and "…" says so.
 
-    Args:
-        metrics: record of the evaluation.
-        tokens: whether losses are means over tokens, which have a perplexity.
-        first: names of metrics to put before the others.
+    Losses that are means over `tokens` have a perplexity; metrics named in `first` are put before the others.
     """
     names = [name for name in (*first, *metrics) if name in metrics and name not in ("step", "val_loss")]
     line = f"evaluation after step {metrics['step']:.0f}: {loss_text(metrics['val_loss'], tokens)}"

@@ -7,7 +7,6 @@ on it: they only need a model that takes a batch and returns a summed loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,7 @@ from multipack.data.packs.collate import PackedCollator, PreferenceCollator
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.corpus import Corpus
 from multipack.models.decoder import Decoder, DecoderPart
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.logits import LossOptions
 from multipack.parallel.engine import Engine
 from multipack.shapes import ModelShape
 from multipack.training.checks import check_kind
@@ -65,8 +64,8 @@ class Objective:
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """Build the model to train, or a part of it, with weights drawn from torch's global generator."""
         train = self.config.train
-        loss = partial(linear_cross_entropy, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
-        return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
+        options = LossOptions(z_loss=train.z_loss, label_smoothing=train.label_smoothing)
+        return Decoder(shape, attention=self.config.model.attention, loss_options=options, part=part)
 
     def views(
         self,

@@ -216,9 +216,8 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of step `step`, counted from 1, in a run of `steps` steps.
 
-    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
-    `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
-    extended from any checkpoint before the decay.
+    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays linearly over
+    the last `decay_share` of the steps: a run can be extended from any checkpoint before the decay.
     """
     if step <= (warmup := warmup_steps(steps, config)):
         return config.lr * step / warmup
@@ -229,8 +228,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
     if config.schedule == "cosine":
         return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
-    if config.schedule == "wsd" and config.decay_shape == "sqrt":
-        progress = math.sqrt(progress)
     return floor + (config.lr - floor) * (1 - progress)
 
 

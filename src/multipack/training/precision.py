@@ -53,11 +53,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
     """Peak FLOP/s of one device: published for bf16 on known GPUs, else the fastest of repeated square matmuls.
 
-    Args:
-        device: the device to measure.
-        dtype: dtype of the matrices.
-        seconds: time after which no further matmul starts.
-        size: rows and columns of the matrices; 0 = 256, 512 and 768 in turn on a CPU, 8192 on a GPU.
+    No matmul starts after `seconds`. Matrices have `size` rows; 0 = 256, 512 and 768 in turn on a CPU, 8192 on a GPU.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)

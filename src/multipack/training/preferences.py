@@ -54,7 +54,7 @@ class Preferences(Objective):
 
     collator_type = PreferenceCollator
     # A padded batch has a row per document, and a pair needs both of its documents in one.
-    train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": "false"})
+    train_settings = MappingProxyType({"loss_weighting": "document"})
     fine_tuning_lr = 1e-6
     last_line = ("reward_accuracy", "reward_margin")
 

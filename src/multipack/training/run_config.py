@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from multipack.data.text.data_config import DataConfig, TokenizerConfig
 from multipack.hub import is_name, lasting_name, model_folder
@@ -24,21 +24,22 @@ from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.words import ConfigError, flatten, given_values, merge, read_yaml, split
+from multipack.words import ConfigError, as_text, flatten, given_values, merge, read_yaml, split
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings of a new run, which keep their saved values when `train.resume=auto` continues it."""
 
-FIXED = ("plan.", "model.", "train.seed", "data.template_date", *FIXED_AT_START)
+FIXED = ("plan.", "model.", "adapter.", "train.seed", "data.template_date", *FIXED_AT_START)
 """Settings, and beginnings of their names, that saved weights or the order of documents depend on.
 
 Documents and tokenizer, which may move, are compared by their hashes when they are read."""
 
 FREE = {
     # Which kernels compute, and where a model's code is read.
-    *("model.attention", "model.kernels", "model.architecture"),
+    *("model.attention", "model.architecture"),
     "model.dropout",
     "model.scores",  # the objective sets it
+    *("adapter.base", "adapter.base_hash", "adapter.dropout"),  # the base is compared by its hash
 }
 """Exceptions from `FIXED`."""
 
@@ -50,9 +51,7 @@ class ModelConfig(ModelShape):
     attention: str = "auto"
     """Attention backend: `auto` takes the first that supports device, dtype and shape."""
 
-    kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norms, SwiGLU, rotations and the loss by Liger's kernels or torch's; auto = Liger's where it can, on GPUs."""
-
+    RETIRED: ClassVar[dict[str, Any]] = {"kernels": "auto"}
     PRESET_HINT: ClassVar[str] = " or hf:FOLDER, a model of transformers"
 
     @classmethod
@@ -104,27 +103,23 @@ class Config:
     @property
     def document_limit(self) -> int:
         """Maximum number of tokens of a document: the slots of a pack; with learned positions at most the context."""
-        slots = self.plan.longest
+        slots = self.plan.capacity
         return min(slots, self.model.context) if self.model.positions == "learned" else slots
 
     @property
     def pack_slots(self) -> int | None:
         """Number of slots of every pack if all packs have one shape; None if they differ, or `fixed_shape` is auto."""
-        return self.plan.longest if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
+        return self.plan.capacity if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
 
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""
         values = self.model.with_vocabulary(vocabulary_size).to_dict()
-        del values["attention"], values["kernels"]
+        del values["attention"]
         return ModelShape(**values)
 
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
-    """Build the configuration of a run from command-line words; see `multipack.words`.
-
-    Args:
-        words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
-        base: values of a saved run, which words override.
+    """Build the configuration of a run from words, and the `base` of a saved run below them; see `multipack.words`.
 
     Raises:
         ConfigError: a word is invalid, or has no effect; the message names the field and the nearest legal name or
@@ -181,10 +176,7 @@ def compose_run(words: Iterable[str]) -> Config:
 
 
 def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str) -> Config:
-    """The configuration of a saved run with the settings `before` and changes to them, which are checked.
-
-    With `restarts` the settings of `FIXED_AT_START` keep their saved values.
-    """
+    """The saved configuration `before` with changes, which are checked; `restarts` keeps `FIXED_AT_START`."""
     old = flatten(before)
     if restarts:
         for key in FIXED_AT_START:
@@ -210,7 +202,6 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
         config.adapter = replace(head, base=base)
     # A saved run has packs_per_step in the place of micro_batches, as `resolve` of assemble.py writes it.
     _check_unchanged(old, flatten(asdict(config)) | {"plan.micro_batches": 0})
-    _check_adapter(saved_adapter(before), config.adapter)
     config.out = out
     return config
 
@@ -218,7 +209,7 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
 def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
-    free = {"model.attention", "model.kernels", "model.dropout"}
+    free = {"model.attention", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
@@ -227,11 +218,7 @@ def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
-    """The decoder's shape of a run, a checkpoint or a Hugging Face folder, without reading weights.
-
-    Args:
-        path: the folder.
-        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
+    """The decoder's shape of a run, a checkpoint or a Hugging Face folder (`foreign`: of a model of transformers).
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -263,7 +250,7 @@ def saved_shape(checkpoint: Path) -> ModelShape:
     try:
         if not isinstance(model, dict):
             raise ConfigError("it has no group `model`")
-        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto", "kernels": "auto"}})
+        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
         shape = config.shape_with(config.model.vocabulary_size)
         if shape.architecture and (checkpoint / "config.json").is_file():
             return replace(shape, architecture=str(checkpoint))
@@ -332,14 +319,8 @@ def folder_of_weights(path: str, setting: str) -> Path:
 def check_documents_named(given: Mapping[str, Any], weights: str) -> None:
     """Check that somebody who brings weights, adapters or preferences also names documents.
 
-    The default documents, Python's standard library, are for a first run; `data=stdlib` asks for them.
-
-    Args:
-        given: values of words and files by full name.
-        weights: the weights to start from; empty = new ones.
-
-    Raises:
-        ConfigError: the documents are not named.
+    The default documents, Python's standard library, are for a first run; `data=stdlib` asks for them. `given` has the
+    values of words and files by full name; `weights` are the ones to start from, empty for new ones.
     """
     if "data" in given or any(key.startswith("data.") for key in given):
         return
@@ -362,28 +343,15 @@ def check_adapter_words(words: Iterable[str], adapter: AdapterConfig) -> None:
 def _check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Check that a resumed run has the settings that its weights and its order of documents depend on.
 
-    Args:
-        before: full name of a setting → value in the saved run, which lacks settings that are newer.
-        now: the same of the resumed run.
-
-    Raises:
-        ConfigError: a setting differs; the message names it.
+    Both have values by full name; the saved run lacks settings that are newer.
     """
     for key, value in now.items():
         if key.startswith(FIXED) and key not in FREE and key in before and not _equal(before[key], value):
             raise ConfigError(
-                f"{key} was {_text(before[key])} in that run and cannot become {_text(value)}: the saved weights and"
+                f"{key} was {as_text(before[key]) or 'empty'} in that run and cannot become"
+                f" {as_text(value) or 'empty'}: the saved weights and"
                 " the order of documents depend on it; leave it out, or start a new run with another out="
             )
-
-
-def _check_adapter(before: AdapterConfig, now: AdapterConfig) -> None:
-    """Check that a resumed run has the same adapters; raises a ConfigError that names what differs."""
-    if differing := now.differing(before):
-        raise ConfigError(
-            f"adapter.{differing[0]} cannot change in a resumed run, whose adapters depend on it; leave it out, or"
-            " start a new run with another out="
-        )
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -391,7 +359,3 @@ def _equal(before: Any, now: Any) -> bool:
     if isinstance(now, tuple | list):
         return isinstance(before, tuple | list) and list(before) == list(now)
     return bool(before == now) or str(before) == str(now)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value) or "empty"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from multipack.atomic import PARTIAL
 from multipack.machine import Finding, Status
-from multipack.run import RunDirectory, find_run, resume_command
-from multipack.training.checkpoint import Checkpoint, checked_progress, damage, load_checkpoint
+from multipack.run import RunDirectory, check_format, find_run, resume_command
+from multipack.training.checkpoint import Checkpoint, check_progress, damage, load_checkpoint
 from multipack.training.run_config import compose
 from multipack.training.run_files import divide_log
 from multipack.words import read_yaml
@@ -36,21 +34,21 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
     """
     run, _ = find_run(path)
     opened: dict[str, Checkpoint] = {}
-    found: list[Finding] = []
     checks = {
-        "files": partial(_files, run),
-        "checkpoints": partial(_checkpoints, run, opened),
-        "records": partial(_records, run),
-        "resume": partial(_resume, run, opened),
+        "files": _files(run),
+        "checkpoints": _checkpoints(run, opened),
+        "records": _records(run),
+        "resume": _resume(run, opened),
     }
-    for area, check in checks.items():
+    found: list[Finding] = []
+    for area, findings in checks.items():
         progress(area)
-        found += [replace(finding, area=area) for finding in check()]
+        found += [replace(finding, area=area) for finding in findings]
     return found
 
 
 def _files(run: RunDirectory) -> Iterator[Finding]:
-    """Check the configuration, permissions, and leftovers of killed processes."""
+    """Check the configuration, and leftovers of killed processes."""
     try:
         compose([], read_yaml(run.config))
         yield Finding("config.yaml", "ok", "readable")
@@ -59,13 +57,6 @@ def _files(run: RunDirectory) -> Iterator[Finding]:
             "config.yaml", "fail", str(error), "restore it, or copy config.yaml of the latest checkpoint"
         )
     folders = [path for path in (run.path, run.checkpoints) if path.is_dir()]
-    files = [path for path in run.path.rglob("*") if path.is_file()]
-    if closed := [path for path in folders if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]:
-        yield Finding("permissions", "fail", f"{closed[0]} cannot be written", f"chmod u+rwx {closed[0]}")
-    elif closed := [path for path in files if not os.access(path, os.R_OK)]:
-        yield Finding("permissions", "fail", f"{closed[0]} cannot be read", f"chmod u+r {closed[0]}")
-    else:
-        yield Finding("permissions", "ok", "all files can be read, and folders written")
     left = [path for folder in folders for path in folder.glob(".*") if path.suffix in (PARTIAL, ".old")]
     if left:
         names = ", ".join(path.name for path in left[:3])
@@ -77,47 +68,43 @@ def _files(run: RunDirectory) -> Iterator[Finding]:
 
 def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Check every checkpoint and the pointers to them; add undamaged ones to `opened`."""
-    foreign: list[str] = []
+    usable = set[str]()
     for path in sorted(run.checkpoints.glob("step-*")):
+        remedy = f"restore it from a copy, or remove it: rm -r {shlex.quote(str(path))}"
         try:
-            opened[path.name] = load_checkpoint(path)
-            checked_progress(opened[path.name], {})
-            yield Finding(path.name, "ok", "complete, all checksums agree")
-        except (ValueError, OSError) as error:
-            opened.pop(path.name, None)
-            reason = (
-                str(error).removeprefix(f"checkpoint {path} cannot be read: ").partition("; resume from")[0]
-            )
-            if reason.startswith(f"{path} has format"):  # nothing is damaged: nothing is to be removed
-                foreign.append(path.name)
-                reason, _, remedy = reason.removeprefix(f"{path} ").partition(": ")
-                yield Finding(path.name, "fail", reason, remedy)
-                continue
-            remedy = f"restore it from a copy, or remove it: rm -r {shlex.quote(str(path))}"
+            check_format(path)
+        except ValueError as error:  # nothing is damaged: nothing is to be removed
+            usable.add(path.name)
+            reason, _, remedy = str(error).partition(": ")
             yield Finding(path.name, "fail", reason, remedy)
+            continue
+        try:
+            checkpoint = load_checkpoint(path)
+            check_progress(checkpoint)
+        except (ValueError, OSError) as error:
+            yield Finding(path.name, "fail", str(error), remedy)
+            continue
+        usable.add(path.name)
+        opened[path.name] = checkpoint
+        yield Finding(path.name, "ok", "complete, all checksums agree")
     newest = max(opened, default="")
-    files = opened[newest].progress["files"] if newest else {}
-    for file in files:
-        problem = damage(run.path, {file: files[file]}, checked=[file])
+    for file, digest in opened[newest].progress["files"].items() if newest else ():
+        problem = damage(run.path, {file: digest}, checked=[file])
         status: Status = "fail" if problem else "ok"
         yield Finding(file, status, problem or "its checksum agrees", "restore it from a copy of the run")
-    for pointer, needed in ((run.latest, True), (run.best, False)):
+    for pointer in (run.latest, run.best):
+        where = shlex.quote(str(pointer))
+        mend = f"echo {newest} > {where}" if newest and pointer == run.latest else f"rm {where}"
         if not pointer.is_file():
-            if needed and newest:
-                remedy = f"echo {newest} > {shlex.quote(str(pointer))}"
-                yield Finding(
-                    pointer.name, "warn", "missing; the newest complete checkpoint is taken", remedy
-                )
+            if newest and pointer == run.latest:
+                yield Finding(pointer.name, "warn", "missing; the newest complete checkpoint is taken", mend)
             continue
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        where = shlex.quote(str(pointer))
-        remedy = f"echo {newest} > {where}" if needed and newest else f"rm {where}"
-        if name in opened or name in foreign:
+        if name in usable:
             yield Finding(pointer.name, "ok", name)
         else:
-            yield Finding(
-                pointer.name, "fail", f"names {name[:40]!r}, which is not complete or damaged", remedy
-            )
+            reason = f"names {name[:40]!r}, which is not complete or damaged"
+            yield Finding(pointer.name, "fail", reason, mend)
 
 
 def _records(run: RunDirectory) -> Iterator[Finding]:
@@ -134,17 +121,18 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
     for number, line in enumerate(lines[: len(lines) - torn], start=1):
         try:
             record = json.loads(line)
-            if broken := [name for name in FINITE if not math.isfinite(record.get(name, 0))]:
-                problems.append(f"line {number}: {broken[0]} is not finite")
-            at = operator.index(record["step"])
+            at, is_evaluation = operator.index(record["step"]), "val_loss" in record
+            broken = [name for name in FINITE if not math.isfinite(record.get(name, 0))]
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError):
             problems.append(f"line {number} is no record")
             continue
-        if "val_loss" in record and at == step and evaluated < at:
-            evaluated = at
-        elif "val_loss" in record or at != step + 1:
+        if broken:
+            problems.append(f"line {number}: {broken[0]} is not finite")
+        if not (at == step and evaluated < at if is_evaluation else at == step + 1):
             problems.append(f"line {number} has step {at} after step {step}")
-        if "val_loss" not in record:
+        if is_evaluation:
+            evaluated = at
+        else:
             step, steps = at, steps + 1
     if problems:
         more = f" ({len(problems)} lines in all)" if len(problems) > 1 else ""
@@ -161,7 +149,7 @@ def _follows(run: RunDirectory, checkpoint: Checkpoint | None) -> bool:
     """Whether the run log begins with what an undamaged checkpoint recorded, so that the run continues from it."""
     try:
         return checkpoint is not None and bool(divide_log(run, checkpoint.progress["marks"]))
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError):
         return False
 
 

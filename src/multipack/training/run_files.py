@@ -30,7 +30,7 @@ from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.planning.plan import Plan
 from multipack.run import RunDirectory, check_regular, config_yaml
-from multipack.training.checkpoint import Checkpoint, CheckpointWriter, damage, name_of, sweep
+from multipack.training.checkpoint import LOG, Checkpoint, CheckpointWriter, damage, name_of, sweep
 from multipack.training.run_config import Config
 
 Mark = dict[str, Any]
@@ -211,11 +211,7 @@ class RunLog:
     def documents(self, step: int, numbers: Sequence[int], index: int = 0, plan: Plan | None = None) -> None:
         """Append the numbers of a step's documents to documents.jsonl; with the first step of an epoch, its plan.
 
-        Args:
-            step: global step, from 1.
-            numbers: document numbers of all ranks.
-            index: index of the step in its epoch, from 0.
-            plan: plan of the epoch; None for a stream.
+        `index` is the step's in its epoch, from 0; a stream has no plan.
         """
         line: dict[str, Any] = {"step": step, "epoch": plan.epoch if plan else 0, "index": index}
         if plan is not None and index == 0:
@@ -288,7 +284,7 @@ def _digest(path: Path) -> Any:
 
 
 def _paths(run: RunDirectory) -> dict[str, Path]:
-    return {"metrics": run.metrics, "samples": run.samples, "documents": run.documents}
+    return {name: getattr(run, name) for name in LOG}
 
 
 def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[bytes, bytes]]:

@@ -7,8 +7,7 @@ import platform
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,22 +21,36 @@ from multipack.parallel.world import hosts
 from multipack.planning.report import PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
-from multipack.shapes.adapter import AdapterConfig
 from multipack.training.blueprint import kernels_of
-from multipack.training.metrics import LEGEND, SOMETIMES, loss_text
+from multipack.training.compare import PADDED_BATCH_SIZE, Comparison
+from multipack.training.metrics import LEGEND, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES
-from multipack.training.run_config import Config
 from multipack.training.trainer import Trainer
+from multipack.words import as_text
 
 if TYPE_CHECKING:
     from multipack.reports.summary import Rows
-    from multipack.training.compare import Comparison
 
 HEADER_LINES = 8
 """Lines that a run prints before the last line of a brief header, which counts the notes beyond them.
 
 The evaluation before the first step adds a line."""
+EXECUTION = ("dtype", "fixed_shape", "compile", "recompute", "tiles", "deterministic")
+"""Settings of `TrainConfig` that say how steps are computed."""
+
+
+class MeasuredPlan(NamedTuple):
+    """The first epoch's plan: its report for the ranks of the run, and the share of tokens in padded batches' slots."""
+
+    report: PlanReport
+    padded_share: float
+
+    def rows(self, run: Trainer, advice: Sequence[str] = ()) -> Rows:
+        """The rows of the report."""
+        from multipack.reports.summary import report_rows
+
+        return report_rows(*self, PADDED_BATCH_SIZE, run.mesh.data_size, run.config.plan, advice)
 
 
 def print_header(run: Trainer, seconds: float) -> None:
@@ -45,82 +58,60 @@ def print_header(run: Trainer, seconds: float) -> None:
 
     With `log.verbose`, also everything that the run resolved, the planner's report, and the legend of metrics.
     """
-    console = run.console
-    rows, measured = header_rows(run), measure_plan(run) if console.enabled else None
-    if run.files.log is not None:
-        run.files.log.event("start", start_record(run, rows, measured))
+    console, config = run.console, run.config
+    rows = header_rows(run)  # collective
+    if run.files.log is None:
+        return
+    plan = measure_plan(run)
+    run.files.log.event("start", start_record(run, rows, plan))
     if run.step >= run.steps:
         console.line(f"\nnothing to train: the run has taken {run.step} steps; raise train.steps to continue")
         return
-    start = (
-        f"continuing after step {run.step:,} of {run.steps:,}"
-        if run.step
-        else f"starting {counted(run.steps, 'steps')}"
-    )
+    continuing = f"continuing after step {run.step:,} of {run.steps:,}"
+    start = continuing if run.step else f"starting {counted(run.steps, 'steps')}"
     start = f"start-up time {seconds:.1f} s; {start}"
-    if run.config.log.verbose:
-        _print_details(run, rows, measured)
+    if config.log.verbose:
+        console.section("run", rows)
+        console.section("plan", plan_rows(run, plan))
+        console.table("legend", ["metric", "meaning"], [*{**LEGEND, **run.objective.legend}.items()])
         for note in run.notes:
             console.paragraph(f"note: {note}")
         console.line(start)
-    elif console.enabled:
-        brief = brief_rows(run, dict(rows), measured)
-        for name, text in brief:
-            console.line(f"  {name:<9}  {wrapped(text, LINE, 13)}")
-        notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
-        lines, left = folded([*_left_out(run.corpus), *notes], HEADER_LINES - console.printed)
-        for line in lines:
-            console.line(line)
-        more = f"; log.verbose=true prints {counted(left, 'more notes') if left else 'more'}"
-        whole = f"{start} in {run.run.path}{more}"
-        console.line(whole if len(whole) <= LINE else start + more)
+        return
+    for name, text in brief_rows(run, plan):
+        console.line(f"  {name:<9}  {wrapped(text, LINE, 13)}")
+    notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
+    lines, left = folded([*_left_out(run.corpus), *notes], HEADER_LINES - console.printed)
+    for line in lines:
+        console.line(line)
+    more = f"; log.verbose=true prints {counted(left, 'more notes') if left else 'more'}"
+    whole = f"{start} in {run.run.path}{more}"
+    console.line(whole if len(whole) <= LINE else start + more)
 
 
-def _print_details(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> None:
-    """Print the whole header, the report of the plan and the legend of metrics."""
-    console, config = run.console, run.config
-    console.section("run", rows)
-    if console.enabled:
-        console.section("plan", plan_rows(run, measured))
-    several = run.mesh.data_size > 1
-    there = {"time_spread": several, "dtc": several}
-    there["skipped"] = config.train.dtype == "fp16"
-    legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
-    legend |= {name: SOMETIMES[name] for name in there if there[name]}
-    console.table("legend", ["metric", "meaning"], list(legend.items()))
-
-
-def brief_rows(run: Trainer, rows: dict[str, str], measured: tuple[PlanReport, float] | None) -> Rows:
-    """The brief header, chosen from the rows of `header_rows` and the result of `measure_plan`."""
-    config, corpus = run.config, run.corpus
-    plan = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
-    held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
-    documents, _, form = rows["corpus"].partition(" (")
-    if measured is not None:
-        found, share = measured
+def brief_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
+    """The rows of the brief header."""
+    config, corpus, world = run.config, run.corpus, run.world
+    start = config.train.init_from if run.resumed is None else ""
+    style, count = _style(run), parameter_count(run)
+    packs = f"{counted(config.plan.packs_per_step, 'packs')} of {config.plan.capacity:,} tokens a step"
+    if plan is not None:
+        found, share = plan
         filled = "real tokens over slots" if found.slots < found.tokens else "filled"
-        plan += f": {found.efficiency:.1%} {filled} (padded rows: {share:.1%})"
-        plan += (
-            f"; {counted(found.dropped_documents, 'documents')} dropped" if found.dropped_documents else ""
-        )
-    ranks = f"{rows['world size']} on {rows['device']}, {config.train.dtype}"
-    divided = rows["parallel"].removeprefix("none: ")
-    parallel = "" if divided == "one process" else f"; {divided}"
-    start = (
-        f", from {hub_name(config.train.init_from)[0]}"
-        if config.train.init_from and run.resumed is None
-        else ""
-    )
+        packs += f": {found.efficiency:.1%} {filled} (padded rows: {share:.1%})"
+        dropped = found.dropped_documents
+        packs += f"; {counted(dropped, 'documents')} dropped" if dropped else ""
+    held = f"; {len(corpus.validation):,} for validation" if len(corpus.validation) else ""
+    parallel = config.parallel.text(world.size).removeprefix("none: ")
+    divided = "" if parallel == "one process" else f"; {parallel}"
+    ranks = f"{counted(world.size, 'processes')} on {_device(run)}, {config.train.dtype}{divided}"
     return [
-        (
-            "model",
-            f"{rows['model'].partition(', ')[0]}, {rows['parameters'].partition(' ')[0]} parameters{start}",
-        ),
-        *((name, rows[name].partition(";")[0]) for name in ("adapter",) if name in rows),
-        ("documents", documents + held + (f" ({form}" if form else "")),
-        ("plan", plan),
-        ("device", f"{ranks}{parallel}, {rows['backend'].partition(', ')[2]}"),
-        ("optimizer", f"{rows['optimizer'].partition(';')[0]}: {rows['learning rate']}"),
+        ("model", f"{style}, {count:,} parameters{f', from {hub_name(start)[0]}' if start else ''}"),
+        *([("adapter", _adapter_text(run))] if run.engine.saved is not None else []),
+        ("documents", f"{corpus.description}{held}"),
+        ("plan", packs),
+        ("device", f"{ranks}, {_kernels(run)}"),
+        ("optimizer", f"{_optimizer(run).partition(';')[0]}: {_schedule(run)}"),
     ]
 
 
@@ -134,47 +125,40 @@ def _left_out(corpus: Corpus) -> list[str]:
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
-    from multipack.reports.run_data import read_run
+    from multipack.reports.run_data import RunData
     from multipack.reports.run_page import loss_curve, write_page
 
-    console, folder = run.console, run.run
+    console, folder, log = run.console, run.run, run.files.log
+    if log is None:
+        return
     if run.corpus.arriving is not None:
         notes = corpus_notes(run.corpus) + [("note", text) for text in run.corpus.arriving.warnings]
         if notes:
             console.section("documents that arrived", notes)
-    if run.ending and stopped_by is None:
-        console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if stopped_by is not None:
-        console.line(
-            f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; resume with"
-            f" `{resume_command(folder.path)}`"
-        )
+        resume = f"resume with `{resume_command(folder.path)}`"
+        console.line(f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; {resume}")
+    elif run.ending:
+        console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    rows: list[tuple[str, str | Path]] = [("config", folder.config), ("metrics", folder.metrics)]
-    if folder.samples.is_file() and folder.samples.stat().st_size:
-        rows.append(("samples", folder.samples))
-    if folder.latest.is_file():
-        rows.append(("checkpoint", folder.latest_checkpoint()))
-    if run.corpus.arriving is None:  # arriving documents may never become a store
-        rows.append(("token store", run.corpus.store_path))
-    console.section("written", [(name, str(path)) for name, path in rows])
-    if comparison is not None and run.files.log is not None:
-        console.line("\nloss by step\n" + "\n".join(loss_curve(read_run(folder.path), LINE)))
-    last = []
+        console.line("\nloss by step\n" + "\n".join(loss_curve(RunData(folder.path), LINE)))
+    files = [folder.path]
+    files += [folder.latest_checkpoint()] if folder.latest.is_file() else []
+    files += (
+        [run.corpus.store_path] if run.corpus.arriving is None else []
+    )  # a stream may never become a store
+    console.line(f"\nwritten: {', '.join(map(str, files))}")
     if run.val_loss is not None and run.evaluated == run.step:
-        found = [
-            (name.replace("_", " "), run.val_metrics.get(f"val_{name}")) for name in run.objective.last_line
-        ]
-        found += run.val_losses.items()
-        shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
+        found = {
+            name.replace("_", " "): run.val_metrics.get(f"val_{name}") for name in run.objective.last_line
+        }
+        found |= run.val_losses
+        shown = [f"{name} {value:.4f}" for name, value in found.items() if value is not None]
         loss = loss_text(run.val_loss, tokens=not run.objective.legend)
-        last = [wrapped(f"{', '.join([f'final {loss}', *shown])} after {run.step} steps", LINE)]
-    if run.files.log is not None:
-        reason = stopped_by.name if stopped_by is not None else run.ending
-        run.files.log.event("end", end_record(run, reason, comparison))
-        last.append(f"page of this run: {write_page(folder)}")
-    console.line("\n" + "\n".join(last))
+        console.line(wrapped(f"{', '.join([f'final {loss}', *shown])} after {run.step} steps", LINE))
+    log.event("end", end_record(run, run.ending if stopped_by is None else stopped_by.name, comparison))
+    console.line(f"page of this run: {write_page(folder)}")
 
 
 def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) -> dict[str, Any]:
@@ -182,30 +166,16 @@ def end_record(run: Trainer, reason: str, comparison: Comparison | None = None) 
     record: dict[str, Any] = {"step": run.step, "reason": reason}
     if comparison is not None:
         record["comparison"] = asdict(comparison)
-    if run.world.size > 1:
-        record |= run.callbacks.ending()
     return record | run.feed.ending
 
 
 def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
-    world, config, shape = run.world, run.config, run.shape
-    parameters = meta_parameters(run.engine.shapes, run.engine.saved)
-    threads = torch.get_num_threads()
-    cpu = counted(threads, "threads")
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
-    style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
-    if shape.family:
-        from multipack.shapes.families import BY_TYPE
-
-        style = BY_TYPE[shape.family].title
-    style = f"{config.model.architecture} in transformers" if shape.architecture else style
-    count = sum(map(math.prod, _shapes(run).values()))
-    tokenizer, liger = run.corpus.tokenizer, kernels_of(config, shape, world.device)
-    kernels = f", liger ({', '.join(liger)})" if liger else ""
+    world, config, shape, saved = run.world, run.config, run.shape, run.engine.saved
+    tokenizer = run.corpus.tokenizer
     return [
-        ("device", f"{world.device} ({device})"),
-        ("backend", f"{world.backend}, attention {_attention_backend(run)}{kernels}"),
+        ("device", _device(run)),
+        ("backend", f"{world.backend}, {_kernels(run)}"),
         ("world size", counted(world.size, "processes")),
         ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
@@ -217,20 +187,61 @@ def header_rows(run: Trainer) -> Rows:
         ),
         (
             "model",
-            f"{style}, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
+            f"{_style(run)}, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
-        ("parameters", f"{count:,}{' in fp32' if run.engine.saved is None else ''}"),
-        *_adapter_rows(run),
-        ("execution", _execution(config)),
-        ("optimizer", optimizer_text(parameters, config.optimizer)),
-        ("learning rate", schedule_text(config.optimizer, run.steps)),
+        ("parameters", f"{parameter_count(run):,}{' in fp32' if saved is None else ''}"),
+        *([] if saved is None else _adapter_rows(run)),
+        ("execution", " ".join(f"train.{name}={as_text(getattr(config.train, name))}" for name in EXECUTION)),
+        ("optimizer", _optimizer(run)),
+        ("learning rate", _schedule(run)),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
         ("corpus hash", run.corpus.corpus_hash[:16]),
         ("tokenizer", f"{tokenizer.vocabulary_size:,} tokens, hash {tokenizer.hash[:16]}"),
         ("run directory", str(run.run.path)),
     ]
+
+
+def _device(run: Trainer) -> str:
+    device, threads = run.world.device, counted(torch.get_num_threads(), "threads")
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
+
+
+def _kernels(run: Trainer) -> str:
+    """The attention backend in effect, and the functions that Liger's kernels compute."""
+    config, shape, device = run.config, run.shape, run.world.device
+    if shape.architecture:
+        attention = "multipack in transformers"
+    elif config.parallel.context > 1 and config.parallel.context_method != "ulysses":
+        attention = "planned"
+    else:
+        # Fields of `Request`: causal attention, whose results are not merged over ranks.
+        properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
+        compiled = config.train.compile == "true"
+        attention = BACKENDS[backend_index(config.model.attention, device, *properties, compiled)].name
+    liger = kernels_of(config, shape, device)
+    return f"attention {attention}" + (f", liger ({', '.join(liger)})" if liger else "")
+
+
+def _style(run: Trainer) -> str:
+    """The architecture by its family, or by the kind of its positions."""
+    shape = run.shape
+    if shape.architecture:
+        return f"{run.config.model.architecture} in transformers"
+    if not shape.family:
+        return "Llama style" if shape.positions == "rope" else "GPT-2 style"
+    from multipack.shapes.families import BY_TYPE
+
+    return BY_TYPE[shape.family].title
+
+
+def _optimizer(run: Trainer) -> str:
+    return optimizer_text(meta_parameters(run.engine.shapes, run.engine.saved), run.config.optimizer)
+
+
+def _schedule(run: Trainer) -> str:
+    return schedule_text(run.config.optimizer, run.steps)
 
 
 def _shapes(run: Trainer) -> Mapping[str, tuple[int, ...]]:
@@ -242,99 +253,79 @@ def _shapes(run: Trainer) -> Mapping[str, tuple[int, ...]]:
     return parameter_shapes(run.shape)
 
 
+def parameter_count(run: Trainer) -> int:
+    """Number of parameters of the model, without adapters."""
+    return sum(map(math.prod, _shapes(run).values()))
+
+
 def _adapter_rows(run: Trainer) -> Rows:
-    """Rows on adapters: trained matrices and frozen weights."""
-    adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
-    if saved is None:
-        return []
-    trained = sum(math.prod(shapes[name]) for name in saved)
-    count = trained + sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in saved)
-    prefix, form = (adapter.format.prefix, f" in {adapter.format.title}") if adapter.format else ("", "")
-    kind = prefix + {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
-    stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
-    matrices = sum(name.endswith(".lora_a") for name in saved)
-    whole = f", and {', '.join(adapter.train)} whole" if adapter.train else ""
+    """Rows on adapters: trained matrices, and frozen weights."""
+    adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved or ()
     held = "" if adapter.format else f", matrices in {run.config.train.dtype}"
-    return [
-        (
-            "adapter",
-            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{form}{whole}:"
-            f" {trained:,} parameters trained ({100 * trained / count:.2g} %)"
-            f"{_quantized_text(adapter, shapes, count - trained)}",
-        ),
-        ("frozen weights", " at ".join(filter(None, hub_name(adapter.base))) + held),
-    ]
-
-
-def _quantized_text(adapter: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], frozen: int) -> str:
-    """Number and format of the quantized parameters, as text."""
+    base = ("frozen weights", " at ".join(filter(None, hub_name(adapter.base))) + held)
     if adapter.format is None:
-        return ""
+        return [("adapter", _adapter_text(run)), base]
     from multipack.ops.quantized import part_names
 
     codes = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(part_names("")[0]))
     count, form = codes * adapter.format.per_byte, adapter.format.text(adapter.double_quantize)
-    return f"; {count:,} frozen ones are in {form}, {frozen - count:,} are not quantized"
+    others = sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in saved)
+    frozen = f"{count:,} frozen ones are in {form}, {others - count:,} are not quantized"
+    return [("adapter", f"{_adapter_text(run)}; {frozen}"), base]
 
 
-def _execution(config: Config) -> str:
-    """One line on computation: precision, shapes of packs, compilation, activation checkpointing."""
-    train, slots = config.train, config.pack_slots
-    parts = [
-        f"forward passes in {train.dtype}",
-        f"packs padded to {slots:,} slots" if slots else "packs of varying sizes",
-        "blocks compiled" if train.compile == "true" else "not compiled",
-    ]
-    parts += [f"activation checkpointing: {train.recompute}"] if train.recompute != "none" else []
-    parts += [f"{train.tiles} tiles"] if train.tiles > 1 else []
-    return ", ".join(parts + ["deterministic"] * train.deterministic)
+def _adapter_text(run: Trainer) -> str:
+    """Kind, size and share of the adapters."""
+    adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved or ()
+    trained = sum(math.prod(shapes[name]) for name in saved)
+    count = trained + sum(math.prod(shape) for name, shape in _shapes(run).items() if name not in saved)
+    prefix, form = (adapter.format.prefix, f" in {adapter.format.title}") if adapter.format else ("", "")
+    stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
+    matrices = sum(name.endswith(".lora_a") for name in saved)
+    whole = f", and {', '.join(adapter.train)} whole" if adapter.train else ""
+    return (
+        f"{prefix}{ {'lora': 'LoRA', 'dora': 'DoRA'}[adapter.name] } of rank {adapter.rank}, alpha {adapter.alpha:g}"
+        f"{stabilized}, on {matrices} matrices{form}{whole}: {trained:,} parameters trained"
+        f" ({100 * trained / count:.2g} %)"
+    )
 
 
-def measure_plan(run: Trainer) -> tuple[PlanReport, float] | None:
-    """The report of the plan, and the share of tokens in the slots of padded batches; None for a stream."""
+def measure_plan(run: Trainer) -> MeasuredPlan | None:
+    """The measures of the first plan; None for a stream."""
     if run.feed.plan is None:
         return None
-    share = padded_share(run.corpus.train.lengths, run.config.train.padded_batch_size, run.config.train.seed)
-    return report(run.feed.plan, run.mesh.data_size, run.config.parallel.sync), share
+    share = padded_share(run.corpus.train.lengths, PADDED_BATCH_SIZE, run.config.train.seed)
+    return MeasuredPlan(report(run.feed.plan, run.mesh.data_size, run.config.parallel.sync), share)
 
 
-def start_record(run: Trainer, rows: Rows, measured: tuple[PlanReport, float] | None) -> dict[str, Any]:
+def start_record(run: Trainer, rows: Rows, plan: MeasuredPlan | None) -> dict[str, Any]:
     """The record of a process's start in history.jsonl, with the rows of `header_rows`."""
-    _, share = measured or (None, None)
     return {
         "step": run.step,
         "steps": run.steps,
         "world_size": run.world.size,
         "parallel": run.config.parallel.text(run.world.size),
         "run": rows,
-        "plan": _report_rows(run, measured, ()) if measured else [],
-        "padded_share": share,
-        "padded_batch_size": run.config.train.padded_batch_size,
+        "plan": plan.rows(run) if plan else [],
+        "padded_share": plan.padded_share if plan else None,
+        "padded_batch_size": PADDED_BATCH_SIZE,
         "notes": [note for note in run.notes if not isinstance(note, Detail)],
         "details": [note for note in run.notes if isinstance(note, Detail)],
         "left_out": [f"{name}: {text}" for name, text in corpus_notes(run.corpus)],
     }
 
 
-def _report_rows(run: Trainer, measured: tuple[PlanReport, float], advice: Sequence[str]) -> Rows:
-    from multipack.reports.summary import report_rows
-
-    found, share = measured
-    config, ranks = run.config, run.mesh.data_size
-    return report_rows(found, share, config.train.padded_batch_size, ranks, config.plan, advice)
-
-
-def plan_rows(run: Trainer, measured: tuple[PlanReport, float] | None) -> Rows:
+def plan_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
     """The report of the plan, packs of a step, and documents that were cut or skipped."""
     feed, config, corpus, ranks = run.feed, run.config, run.corpus, run.mesh.data_size
-    if feed.plan is None or measured is None:
+    if feed.plan is None or plan is None:
         ends = f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps"
         ahead = f"{config.plan.window} steps, as soon as the documents that fill them are there"
         rows = [("documents", ends), ("planned ahead", ahead)]
     else:
         from multipack.planning.advice import advise
 
-        rows = _report_rows(run, measured, advise(feed.plan, measured[0]))
+        rows = plan.rows(run, advise(feed.plan, plan.report))
     rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
         f"{counted(config.plan.packs_per_step, 'packs')} of at most {config.plan.capacity:,} tokens,"
@@ -353,7 +344,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
-        train_fit, skipped = arriving.fit, [*arriving.left_out, *skipped]
+        train_fit, skipped = arriving.fit, [*arriving.noted.lines(), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
@@ -371,16 +362,3 @@ def _comparison_rows(found: Comparison) -> Rows:
         ("packed / padded", f"{found.ratio:.2f} x (over {found.steps} pairs of steps)"),
         ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per token)"),
     ]
-
-
-def _attention_backend(run: Trainer) -> str:
-    """Name of the attention backend in effect."""
-    config, shape = run.config, run.shape
-    if shape.architecture:
-        return "multipack in transformers"
-    if config.parallel.context > 1 and config.parallel.context_method != "ulysses":
-        return "planned"
-    # Fields of `Request`: causal attention, whose results are not merged over ranks.
-    properties = DTYPES[config.train.dtype], shape.head_width, shape.explicit_scores, True, False
-    compiled = config.train.compile == "true"
-    return BACKENDS[backend_index(config.model.attention, run.world.device, *properties, compiled)].name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -10,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from multipack.parallel.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from multipack.parallel.parallel_config import Device
-from multipack.planning.options import LossWeighting
+from multipack.planning.options import LossWeighting, check_choice
 from multipack.ranges import Amount, Count, Finite, Positive, Range, Share, check_ranges
 
-TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Values of `track.to`; see `training/callbacks/trackers.py`."""
 
 
@@ -111,14 +110,6 @@ class TrainConfig:
     """Prompt of samples; empty = the beginning of a validation document."""
     sample_tokens: Count = 64
     """Tokens of a sample; 0 = no samples. Runs whose ranks divide the model write none: see `multipack generate`."""
-    sample_temperature: Amount = 0.8
-    """Temperature of samples; 0 = greedy."""
-    sample_top_k: Count = 50
-    """Samples draw from this many most likely tokens; 0 = all."""
-    compare_padding: Choice = "auto"
-    """At the end, measure the cost of padding, in one process; auto = with data.source=stdlib."""
-    padded_batch_size: Positive = 8
-    """Documents in a padded batch, for the comparison with padding."""
     fixed_shape: Choice = "auto"
     """Pad every pack to plan.capacity, so that all have one shape; auto = on GPUs and, in half precision, CPUs."""
     prefetch: Count = 2
@@ -137,18 +128,22 @@ class TrainConfig:
     """Weight of (log Σ exp logits)² in the training loss, which keeps logits small; typical: 1e-4."""
     label_smoothing: Share = 0.0
     """Share of each target's probability that is spread over the vocabulary in training."""
-    ema_decay: Share = 0.0
-    """Decay of a moving average of the weights, which is saved and evaluated too; 0 = none, typical: 0.999."""
     spike: Literal["off", "skip", "stop"] = "off"
     """What to do with a step whose loss or gradient norm jumps: apply it, skip it, or stop the run."""
-    spike_factor: Annotated[float, Range(above=0)] = 6.0
-    """Standard deviations above the recent mean that count as a jump."""
     patience: Count = 0
     """Stop after this many evaluations without a better validation loss; 0 = never."""
-    min_improvement: Amount = 0.0
-    """Decrease of the validation loss that counts as better."""
     profile: bool = False
-    """Write a torch trace of three steps, after the first two, to the run directory, and time their communication."""
+    """Write a torch trace of three steps, after the first two, to the run directory."""
+
+    RETIRED: ClassVar[dict[str, Any]] = {
+        "compare_padding": "auto",
+        "ema_decay": 0.0,
+        "min_improvement": 0.0,
+        "padded_batch_size": 8,
+        "sample_temperature": 0.8,
+        "sample_top_k": 50,
+        "spike_factor": 6.0,
+    }
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -171,14 +166,12 @@ class LogConfig:
     """Steps between log lines; 0 = none. metrics.jsonl has every step."""
     verbose: bool = False
     """Print everything that the run resolved, the planner's report, the legend, and all metrics of a step."""
-    all_ranks: bool = False
-    """Every rank prints, with time and rank in each line."""
-    layer_norms: bool = False
-    """Log norms of gradients and weights per layer."""
     gradient_noise: bool = False
     """Log the gradient noise scale, in targets: larger steps than this help little."""
     documents: bool = True
     """Write the numbers of every step's documents, about 8 bytes each, for `multipack audit`."""
+
+    RETIRED: ClassVar[dict[str, Any]] = {"all_ranks": False, "layer_norms": False}
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -189,8 +182,7 @@ class LogConfig:
 class OptimizerConfig:
     """Optimizer, schedule and gradient clipping."""
 
-    RETIRED: ClassVar[tuple[str, ...]] = ("lr_scaling", "reference_tokens")
-    """Settings that saved runs may have and that are gone."""
+    RETIRED: ClassVar[dict[str, Any]] = {"decay_shape": "linear", "lr_scaling": "none", "reference_tokens": 0}
 
     name: OptimizerName = DEFAULT_OPTIMIZER
     """AdamW, its moments in 32, 16 or 8 bits, or Muon for matrices of blocks."""
@@ -206,8 +198,6 @@ class OptimizerConfig:
     """After the warm-up: cosine or linear decay to min_lr, constant, or constant with a final decay (wsd)."""
     decay_share: Annotated[float, Range(above=0, most=1)] = 0.2
     """Last share of the steps, over which schedule=wsd decays."""
-    decay_shape: Literal["linear", "sqrt"] = "linear"
-    """Decay of schedule=wsd: linear, or 1 - sqrt(progress), which falls fast at first."""
     beta1: Share = 0.9
     """Decay of the first moment."""
     beta2: Share = 0.95
@@ -271,17 +261,13 @@ class TrackConfig:
     """Group of runs in wandb and trackio, a tag in mlflow."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """online = as each tracker is set up; offline = files on this machine only; disabled = ignore track.to."""
-    folder: str = ""
-    """Folder of trackers' files; empty = the run directory. Trackio has a setting of its own."""
+
+    RETIRED: ClassVar[dict[str, Any]] = {"folder": ""}
 
     def __post_init__(self) -> None:
         """Check names of trackers."""
         for name in self.to:
-            if name not in TRACKER_NAMES:
-                near = difflib.get_close_matches(name, TRACKER_NAMES, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                hint = "; metrics.jsonl is always written" if name == "jsonl" else hint
-                raise ValueError(f"track.to={name} is not one of {', '.join(TRACKER_NAMES)}{hint}")
+            check_choice("track.to", name, TrackerName)
             if self.to.count(name) > 1:
                 raise ValueError(f"track.to names {name} more than once")
         if self.run_id and {"wandb", "mlflow"} <= set(self.to):

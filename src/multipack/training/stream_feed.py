@@ -6,12 +6,12 @@ Arriving ─ items ─▶ PackStream ─▶ StreamFeed ─▶ StepData      its 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from multipack.data.packs.batch import PackedBatch
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.packs.loader import prefetched
 from multipack.data.views.arriving import Arriving, DocumentsLate, StreamInterrupted
@@ -65,28 +65,42 @@ class StreamFeed:
         self._collate = checked(collate, config.model.vocabulary_size or arriving.tokenizer.vocabulary_size)
         self._cost_model, self._sync, self._clock = cost_model, config.parallel.sync, clock
         self._prefetch = min(config.train.prefetch, 1)
-        self._steps: Generator[tuple[StreamStep, list[PackedBatch]]] | None = None
+        self._steps: Generator[tuple[StreamStep, StepData]] | None = None
         self._state = self.stream.state_dict()
         self._last: StreamStep | None = None  # the step that was yielded last
 
-    def _collated(self) -> Iterator[tuple[StreamStep, list[PackedBatch]]]:
-        """Each step with this rank's packs; runs in the background thread."""
+    def _collated(self) -> Iterator[tuple[StreamStep, StepData]]:
+        """Each step, and its data with this rank's packs; runs in the background thread."""
         rank, ranks, document = self.mesh.data_rank, self.mesh.data_size, self.arriving.document
         for step in self.stream:
             dealt = step.deal(ranks, self._sync)
             mine = [dealt[number].tolist() for number in range(rank, len(dealt), ranks)]
-            yield step, [self._collate([document(step.items[place]) for place in pack]) for pack in mine]
+            yield (
+                step,
+                StepData(
+                    micro_batches=[self._collate([document(step.items[n]) for n in pack]) for pack in mine],
+                    target_tokens=step.targets,
+                    denominator=step.denominator,
+                    documents=step.positions,
+                    lengths=step.lengths,
+                    cost_spread=cost_spread(self._cost_model, step.lengths, dealt, ranks, self._sync),
+                    computed=(step.lengths, None),
+                    packs=Packs(step.positions[dealt.order], dealt.offsets),
+                    wait_seconds=0.0,  # known when the step is taken
+                    index=step.number,
+                ),
+            )
 
     def __iter__(self) -> Iterator[StepData]:
         self._steps = prefetched(self._collated(), self._prefetch)
         while True:
-            began, interrupted = self._clock(), False
-            step, micro_batches = None, list[PackedBatch]()
+            began, interrupted, nothing = self._clock(), False, (None, None)
+            step, data = nothing
             try:
-                step, micro_batches = next(self._steps, (None, []))
+                step, data = next(self._steps, nothing)
             except (StreamInterrupted, DocumentsLate) as error:  # no rank continues, and the run is saved
                 interrupted, self.late = True, str(error) if isinstance(error, DocumentsLate) else ""
-            if self._all_stop(step, interrupted) or step is None:
+            if self._all_stop(step, interrupted) or step is None or data is None:
                 return
             if self._last is None and not step.targets:
                 raise nothing_learned(
@@ -94,7 +108,7 @@ class StreamFeed:
                     "look at their answers (data.train_on_prompt=true makes all tokens targets)",
                 )
             self._last = step
-            yield self._data(step, micro_batches, began)
+            yield replace(data, wait_seconds=self._clock() - began)
 
     def _all_stop(self, step: StreamStep | None, interrupted: bool) -> bool:
         """Whether all ranks stop: no rank has this step, or one was interrupted; collective.
@@ -118,22 +132,6 @@ class StreamFeed:
             )
         self.ended = not stopped and step is None
         return bool(stopped) or step is None
-
-    def _data(self, step: StreamStep, micro_batches: list[PackedBatch], began: float) -> StepData:
-        align, ranks = self.stream.align, self.mesh.data_size
-        dealt, slots = step.deal(ranks, self._sync), -(-step.lengths // align) * align
-        return StepData(
-            micro_batches=micro_batches,
-            target_tokens=step.targets,
-            denominator=step.denominator,
-            documents=step.positions,
-            lengths=step.lengths,
-            cost_spread=cost_spread(self._cost_model, slots, dealt, ranks, self._sync),
-            computed=(step.lengths, None),
-            packs=Packs(step.positions[dealt.order], dealt.offsets),
-            wait_seconds=self._clock() - began,
-            index=step.number,
-        )
 
     @property
     def ending(self) -> dict[str, Any]:

@@ -50,12 +50,15 @@ class RunResult:
     comparison: Comparison | None
 
 
-def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
+def train(
+    config: Config, clock: Callable[[], float] = time.perf_counter, *, compare_padding: bool = False
+) -> RunResult:
     """Train a model: read documents, plan, train, evaluate, save checkpoints, and print a report.
 
     Args:
         config: configuration of the run; see `multipack.training.run_config.compose_run`.
         clock: returns seconds; replaced in tests.
+        compare_padding: measure the cost of padding after the last step; in one process, and not with a stream.
 
     Raises:
         ValueError: the configuration does not fit the documents, the device or the ranks.
@@ -65,7 +68,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     began = clock()
     config = replace(config, data=config.data.dated())
     ranks = find_ranks(os.environ)
-    console = Console(ranks.rank, config.log.all_ranks)
+    console = Console(ranks.rank)
     check(config, ranks.size)
     with run_world(config) as world:
         trainer = Trainer(assemble(config, world, console, clock), console)
@@ -78,7 +81,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
                 raise ValueError(f"{trainer.feed.late} (the run is saved after step {trainer.step})")
             # The loop has saved everything, and `trainer.stop` no longer handles signals: they end the process.
             stopped = trainer.stop.signal
-            compared = stopped is None and trainer.step > first
+            compared = compare_padding and stopped is None and trainer.step > first
             result = RunResult(
                 run=str(trainer.run.path),
                 step=trainer.step,
@@ -131,25 +134,18 @@ def _closing(world: World, failure: BaseException) -> Iterator[None]:
 
 
 def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison | None:
-    """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
-    settings, plan, console = trainer.config.train, trainer.feed.plan, trainer.console
-    wanted = settings.compare_padding
-    if wanted == "false" or (wanted == "auto" and trainer.config.data.source != "stdlib"):
-        return None
+    """Time the same documents packed and padded; None with a stream, several ranks, or too little memory."""
+    plan, console = trainer.feed.plan, trainer.console
     if plan is None or trainer.world.size > 1:
-        if wanted == "true":
-            console.line("train.compare_padding=true: not measured, with several processes or a stream")
         return None
     console.line(
         "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
     )
     from multipack.training.compare import compare_with_padding
 
-    size, slots = settings.padded_batch_size, trainer.config.pack_slots
+    slots = trainer.config.pack_slots
     try:
-        return compare_with_padding(
-            trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock, pad_to=slots
-        )
+        return compare_with_padding(trainer.engine, trainer.corpus.train, plan, clock=clock, pad_to=slots)
     except torch.OutOfMemoryError:
-        console.line(f"padded batches of {size} documents do not fit into memory")
+        console.line("padded batches do not fit into memory")
         return None

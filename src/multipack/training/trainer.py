@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from multipack.models.decoder import Decoder
 from multipack.reports.console import Console
 from multipack.training.apply import StepApplier, StopRequest, diverged
 from multipack.training.assemble import Parts
-from multipack.training.checkpoint import Checkpoint, checked_progress, restore_rng
+from multipack.training.checkpoint import Checkpoint, check_progress, readable, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.metrics import evaluation_line, format_line, sample_line, step_line
 
@@ -64,7 +63,9 @@ class Trainer:
         self.stop = StopRequest(self.feed.interrupt, console.enabled and self.world.launcher != "torchrun")
         self.applied = StepApplier(parts, self.stop, self._record)
         if self.resumed is not None:
-            self._restore(self.resumed)
+            check_progress(self.resumed)
+            with readable(self.resumed.path):
+                self._restore(self.resumed)
         self.world.on_main(lambda: self.files.open(self.objective.run_files, self.resumed, self.best_step))
 
     @property
@@ -100,14 +101,10 @@ class Trainer:
                 self.save()
 
     def evaluate(self) -> None:
-        """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
+        """Compute the validation loss, and generate a sample of text; collective."""
         self.applied.settle()
-        losses: dict[str, float] = {}
         assert self.feeds.validation is not None
-        for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
-            with weights:
-                found = self.feeds.validation.losses()
-                losses |= {f"val_loss{suffix}{source}": loss for source, loss in found.items()}
+        losses = {f"val_loss{source}": loss for source, loss in self.feeds.validation.losses().items()}
         values: dict[str, float] = {"step": self.step}
         loss_sum, denominator = self.applied.running
         if denominator:
@@ -128,7 +125,8 @@ class Trainer:
         saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
         if saved and (self.best is None or self.val_loss < self.best):
             self.best, self.best_step = self.val_loss, self.step
-        self._reason = self._reason or self.callbacks.stop_reason(self.step, self.val_loss)
+        reasons = [callback.stop_reason(self.step, self.val_loss) for callback in self.callbacks]
+        self._reason = self._reason or "; ".join(filter(None, reasons))
         self.sample()
         self.applied.restart_clock()
 
@@ -142,19 +140,16 @@ class Trainer:
         from multipack.models.sampling import Sampling
         from multipack.training.inference import complete_batch
 
-        sampling = Sampling(
-            train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
-        )
+        sampling = Sampling(train.sample_tokens, temperature=0.8, top_k=50, seed=train.seed + self.step)
         with self.engine.evaluating() as model:
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, prompts[:1], sampling)
         text = f"{prompts[0]}▌{completion.text}"
         if self.files.log is not None:
             self.files.log.sample(self.step, text)
-            self.callbacks.sample(self.step, text)
-        verbose = self.config.log.verbose
-        shown = text.splitlines() if verbose else [sample_line(prompts[0], completion.text)]
-        if verbose or self.step:  # before the first step in the file only
-            self.console.line("\n".join("    " + line for line in shown))
+            for callback in self.callbacks:
+                callback.sample(self.step, text)
+        if self.step:  # before the first step in the file only
+            self.console.line(f"    {sample_line(prompts[0], completion.text)}")
 
     def save(self) -> None:
         """Write a checkpoint; collective.
@@ -168,8 +163,9 @@ class Trainer:
             count, first = len(broken), ", ".join(broken[:3])
             what = f"after step {self.step} {count} weight tensors are not finite ({first})"
             diverged(self.config, self.feed, what)
-        state = self.engine.state() | {"callbacks": self.callbacks.all_tensors()}
-        self.files.save(self.step, state, self._progress, best=self._is_best(), last=self._is_last())
+        self.files.save(
+            self.step, self.engine.state(), self._progress, best=self._is_best(), last=self._is_last()
+        )
         self.saved = self.step
         self.applied.restart_clock()
 
@@ -179,7 +175,8 @@ class Trainer:
             if problem := self.files.close(failed):
                 self.console.line(problem)
         finally:
-            self.callbacks.close(failed)
+            for callback in self.callbacks:
+                callback.close(failed)
             self.feeds.close()
 
     def _steps(self) -> Iterator[tuple[int, StepData]]:
@@ -190,7 +187,8 @@ class Trainer:
             self.applied.restart_clock()
             while self.step < self.steps and not self.ending:
                 self.world.watch.at_step(self.step + 1)
-                self.callbacks.before_step(self.step + 1)
+                for callback in self.callbacks:
+                    callback.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:
                     yield self.step + 1, data
@@ -216,12 +214,14 @@ class Trainer:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
         if self.files.log is not None:
             self.files.log.record(values)
-            self.callbacks.record(values)
+            for callback in self.callbacks:
+                callback.record(values)
 
     def _watch(self, data: StepData, index: int) -> None:
         """Call the callbacks after micro-batch `index` of a step."""
         own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
-        self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
+        for callback in self.callbacks:
+            callback.micro_batch(index, self.engine, float(own), float(data.denominator))
 
     def _is_last(self) -> bool:
         return self.step == self.steps or bool(self.ending)
@@ -242,28 +242,20 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint into all parts of the run."""
-        progress = checked_progress(checkpoint, self.callbacks.states())
+        progress = checkpoint.progress
         self.notes += self.files.check_origin(progress)
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
         self.applied.step = self.saved = checkpoint.step
         self.evaluated, self.best, self.best_step = (progress[name] for name in RESULTS)
         *running, before = progress["running"]
-        if before == (weighting := self.config.train.loss_weighting):
+        if before == self.config.train.loss_weighting:  # else the sums are of other units
             self.applied.running = running
-        else:
-            self.notes.append(
-                f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
-                " over different units"
-            )
         self.objective.load_state(self.engine, progress.get("objective", {}))
-        self.callbacks.load_states(progress["callbacks"])
-        self.callbacks.load_all_tensors(checkpoint.source, self.engine)
-        drops = self.config.model.dropout or self.config.adapter.dropout
-        if not restore_rng(self.world, checkpoint.source) and drops:
-            self.notes.append(
-                "some ranks are new: their dropout starts from the seed, not from the checkpoint"
-            )
+        for callback in self.callbacks:
+            if callback.name in progress["callbacks"]:  # others start anew
+                callback.load_state(progress["callbacks"][callback.name])
+        restore_rng(self.world, checkpoint.source)
 
     def _progress(self) -> dict[str, Any]:
         """The progress of the run, as plain values for a checkpoint."""
@@ -271,6 +263,6 @@ class Trainer:
             "data": self.feed.state_dict(),
             "running": [*self.applied.running, self.config.train.loss_weighting],
             **{name: getattr(self, name) for name in RESULTS},
-            "callbacks": self.callbacks.states(),
+            "callbacks": {each.name: state for each in self.callbacks if (state := each.state())},
             "objective": self.objective.state(self.engine),
         }

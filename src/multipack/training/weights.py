@@ -1,6 +1,6 @@
 """Trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
 
-    RUN                     its latest checkpoint (or its best, or the moving average of its weights)
+    RUN                     its latest checkpoint, or its best
     RUN/checkpoints/step-…  that checkpoint
     FOLDER                  config.json and safetensors, as `multipack export` and save_pretrained write them
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,18 +33,15 @@ from multipack.reports.console import Detail
 from multipack.run import find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
-from multipack.training.callbacks.averaging import MovingAverage
-from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.checkpoint import load_checkpoint
 from multipack.training.frozen_files import check_base
 from multipack.training.run_config import saved_adapter, trained_shape
 from multipack.words import read_yaml
 
-Weights = Literal["latest", "best", "ema"]
-"""Weights of a run: the newest, the best (lowest validation loss), or the newest moving average."""
+Weights = Literal["latest", "best"]
+"""Weights of a run: the newest, or the best (lowest validation loss)."""
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
-AVERAGE = f"{MovingAverage.name}."
-"""Prefix of averaged weights in a checkpoint's group "callbacks"."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def find_weights(
             raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
         folder = run.best_checkpoint()
     checkpoint = load_checkpoint(folder, world, weights_only=True)
-    read = _reader(checkpoint, averaged=weights == "ema")
+    read = partial(checkpoint.source.tensor, "model")
     shape, tokenizer, step = trained_shape(folder), Tokenizer.load(folder), checkpoint.step
     config = saved_adapter(read_yaml(folder / "config.yaml"))
     if config.name == "none":
@@ -161,22 +159,6 @@ def find_weights(
         quantized = frozenset(quantizable(Decoder(shape), config) if config.quantize != "none" else ())
     adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")), quantized)
     return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
-
-
-def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
-    """A function that reads weights of a checkpoint, or their averages; frozen weights have no average."""
-    averages = checkpoint.source.shapes("callbacks") if averaged else {}
-    if averaged and not any(name.startswith(AVERAGE) for name in averages):
-        raise ValueError(
-            f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
-        )
-
-    def read(name: str) -> Tensor:
-        if AVERAGE + name in averages:
-            return checkpoint.source.tensor("callbacks", AVERAGE + name)
-        return checkpoint.source.tensor("model", name)
-
-    return read
 
 
 def adapt_weights(

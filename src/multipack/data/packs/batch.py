@@ -7,10 +7,7 @@
     cu_seqlens     0 5 7 10 12                                  (documents + 1,) int32, padding counted as one
     weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, if documents have equal weight; else None
 
-Padding is one last document that attends to itself and is never a target. If documents are aligned to a multiple, each
-also ends in padding of its own, which no token of it attends to:
-
-    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16; targets −
+Padding is one last document that attends to itself and is never a target.
 
 Documents with a common beginning may share it: the pack holds its tokens once. The bounds are then bounds of the
 nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` has the rest:
@@ -21,7 +18,7 @@ nodes of a tree (prefix_tree.py), `targets` is a list, and `PackedBatch.tree` ha
     cu_seqlens     0 3 5 6 8                                    (nodes + 1,)
     key_slots      0 1 2   0 1 2 3 4   0 1 2 5   6 7            the path of each node: what its queries see
     targets        p p a a   p p b   c                          (n,) document after document, at the slots
-                   0 1 2 3   0 1 2   6                          tree.loss_slots[tree.target_rows]
+                   0 1 2 3   0 1 2   6                          tree.target_slots
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ class PackedTree(Movable):
         max_seqlen_k: tokens of the longest path, rounded up like `max_seqlen`.
         lengths_k: tokens of each path, on the host.
         ends: (T,) int32: the slots from i to ends[i] − 1 see slot i, and no others do.
-        loss_slots: (R,) int64 slots with a target, ascending.
-        target_rows: (n,) int64 for each target of `PackedBatch.targets` the index of its slot in `loss_slots`.
+        target_slots: (n,) int64 slot of each target of `PackedBatch.targets`.
         target_bounds: (D + 1,) int64 starts of the documents' targets, and n.
         last_slots: (D,) int64 slot of each document's last token.
     """
@@ -88,8 +84,7 @@ class PackedTree(Movable):
     max_seqlen_k: int
     lengths_k: tuple[int, ...]
     ends: Tensor
-    loss_slots: Tensor
-    target_rows: Tensor
+    target_slots: Tensor
     target_bounds: Tensor
     last_slots: Tensor
 
@@ -117,7 +112,6 @@ class PackedTree(Movable):
         places = [np.flatnonzero(targets != IGNORE) for targets in shifted]
         slots = np.concatenate([path[place] for path, place in zip(of_documents, places, strict=True)])
         targets = np.concatenate([each[place] for each, place in zip(shifted, places, strict=True)])
-        loss_slots, target_rows = np.unique(slots, return_inverse=True)
         lengths = [len(path) for path in paths]
         made = cls(
             key_slots=torch.from_numpy(np.concatenate(paths)),
@@ -125,8 +119,7 @@ class PackedTree(Movable):
             max_seqlen_k=rounded(max(lengths)),
             lengths_k=tuple(lengths),
             ends=torch.from_numpy(np.repeat(ends, sizes).astype(np.int32)),
-            loss_slots=torch.from_numpy(loss_slots),
-            target_rows=torch.from_numpy(target_rows),
+            target_slots=torch.from_numpy(slots),
             target_bounds=torch.from_numpy(np.cumsum([0, *map(len, places)])),
             last_slots=torch.from_numpy(np.array([path[-1] for path in of_documents])),
         )

@@ -11,8 +11,8 @@ second document of a labeled answer is another record's answer after the same pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ class PackedCollator:
         max_seqlen: slots of the plan's longest document; longer ones are an error.
         pad_to: slots of every batch (the capacity), with one padding document at the end; None = no padding.
         pad_id: token of padding.
-        align: pad each document at its end to a multiple of this, for context parallelism (twice its ranks) and fp8
-            matrix products (16). Attention is causal, so that losses and gradients do not change.
         loss_weighting: `token`: every target has weight 1; `document`: 1 / (targets of its document)
             (`PackedBatch.weights`), and the denominator is the number of documents with a target.
         weighted: whether the plan has weights of documents, which multiply the weights of their targets.
@@ -57,42 +55,31 @@ class PackedCollator:
     that every rank runs the same collectives.
 
     Raises:
-        ValueError: `align` or `multiple` below 1, a `pad_to` that is not a multiple of both, an unknown
-            weighting, or an alignment with shared beginnings.
+        ValueError: `multiple` below 1, a `pad_to` that is not one, or an unknown weighting.
     """
 
     max_documents: int
     max_seqlen: int
     pad_to: int | None = None
     pad_id: int = 0
-    align: int = 1
     loss_weighting: LossWeighting = "token"
     multiple: int = 1
     weighted: bool = False
     min_prefix: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("align", self.align)
         check_integer("multiple", self.multiple)
         check_choice("loss_weighting", self.loss_weighting, LossWeighting)
-        if self.min_prefix is not None and self.align != 1:
-            raise ValueError(
-                f"plan.align={self.align} pads each document, and data.share_prefixes divides them: use plan.align=1"
-            )
-        for name in ("align", "multiple"):
-            factor = getattr(self, name)
-            if self.pad_to is not None and self.pad_to % factor:
-                nearest = self.pad_to // factor * factor or factor
-                raise ValueError(
-                    f"pad_to={self.pad_to:,} is not a multiple of {name}={factor}; use {nearest:,}"
-                )
+        if self.pad_to is not None and self.pad_to % self.multiple:
+            nearest = self.pad_to // self.multiple * self.multiple or self.multiple
+            raise ValueError(f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}; use {nearest:,}")
 
     @classmethod
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
-        given, weighted = (pad_to, pad_id, plan.align, plan.loss_weighting), plan.weights is not None
+        given, weighted = (pad_to, pad_id, plan.loss_weighting), plan.weights is not None
         return cls(plan.most_documents, plan.longest, *given, multiple, weighted, plan.min_prefix)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
@@ -112,15 +99,17 @@ class PackedCollator:
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
             )
         lengths = [len(document.tokens) for document in documents]
-        tree = self._tree(documents)
-        if tree is None:
-            sizes = [-(-length // self.align) * self.align for length in lengths]
-            pieces = [(number, 0, length) for number, length in enumerate(lengths)]
-        else:
+        tree = None
+        if self.min_prefix is not None:
+            tree = PrefixTree.of([document.tokens for document in documents], self.min_prefix)
+        if tree is not None and tree.shares:
             sizes = tree.length.tolist()
             pieces = list(zip(tree.document.tolist(), tree.start.tolist(), sizes, strict=True))
+        else:
+            tree, pieces = None, [(number, 0, length) for number, length in enumerate(lengths)]
+            sizes = list(lengths)
         self._pad(sizes, max(lengths, default=0))
-        input_ids, position_ids = _laid_out(documents, pieces, sizes, self.pad_id)
+        input_ids, position_ids = self._laid_out(documents, pieces, sizes)
         shifted = [document.shifted_targets() for document in documents]
         counts = np.array([np.count_nonzero(each != IGNORE) for each in shifted], dtype=np.int64)
         if tree is None:
@@ -131,7 +120,11 @@ class PackedCollator:
         else:
             packed, targets = PackedTree.of(tree, sizes, shifted)
             owner = np.repeat(np.arange(len(documents)), counts)  # document of each target
-        own = np.array([document.weight for document in documents], dtype=np.float64)
+        own, weights = np.array([document.weight for document in documents], dtype=np.float64), None
+        if self.weighted or self.loss_weighting == "document":
+            of_target = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
+            with_padding = np.append(of_target, 0.0).astype(np.float32)
+            weights = torch.from_numpy(with_padding[owner] * (targets != IGNORE))
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
@@ -144,33 +137,26 @@ class PackedCollator:
             lengths=tuple(sizes),
             longest=max(lengths, default=0),
             denominator=denominator_of(counts, self.loss_weighting, own if self.weighted else None),
-            weights=self._weights(own, counts, owner, targets),
+            weights=weights,
             tree=packed,
         )
 
-    def _weights(
-        self, own: NDArray[np.float64], counts: Integers, owner: Integers, targets: Integers
-    ) -> Tensor | None:
-        """Weights of `targets`, of the same shape; None = all are 1.
+    def _laid_out(
+        self, documents: Sequence[Document], pieces: Sequence[tuple[int, int, int]], sizes: Sequence[int]
+    ) -> tuple[Integers, Integers]:
+        """Tokens of the slots, and their positions in documents.
 
-        Args:
-            own: (documents,) weights.
-            counts: (documents,) numbers of targets.
-            owner: document of each entry of `targets`; padding has the number after the last document.
-            targets: see `PackedBatch`.
+        A piece is the number of a document, its first token and the number of tokens; `sizes` are the slots of each,
+        and of padding, if there is any.
         """
-        if not self.weighted and self.loss_weighting != "document":
-            return None
-        each = own / np.maximum(counts, 1) if self.loss_weighting == "document" else own
-        each = np.append(each, 0.0).astype(np.float32)  # the weight of padding
-        return torch.from_numpy(each[owner] * (targets != IGNORE))
-
-    def _tree(self, documents: Sequence[Document]) -> PrefixTree | None:
-        """The trees of the documents; None if no tokens are shared."""
-        if self.min_prefix is None:
-            return None
-        tree = PrefixTree.of([document.tokens for document in documents], self.min_prefix)
-        return tree if tree.shares else None
+        stops = np.cumsum(sizes)
+        tokens = np.full(stops[-1], self.pad_id, dtype=np.int64)
+        moved = stops - sizes  # slot minus position of its token
+        for piece, (number, first, length) in enumerate(pieces):
+            start = moved[piece]
+            tokens[start : start + length] = documents[number].tokens[first : first + length]
+            moved[piece] -= first
+        return tokens, np.arange(stops[-1]) - np.repeat(moved, sizes)
 
     def _pad(self, sizes: list[int], longest: int) -> None:
         """Check `sizes`, the slots of a pack's pieces, and append the slots of its padding, if there is any.
@@ -178,37 +164,16 @@ class PackedCollator:
         `longest` is the number of tokens of the longest document.
         """
         used = sum(sizes)
-        aligned = "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
         slots = self.pad_to
         if slots is None:
-            slots = -(-max(used, self.align) // self.multiple) * self.multiple
+            slots = -(-max(used, 1) // self.multiple) * self.multiple
         if used > slots:
-            raise ValueError(f"a pack of {used:,} tokens{aligned} does not fit into pad_to={slots:,}")
+            raise ValueError(f"a pack of {used:,} tokens does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
         longest = max(*sizes, longest, 0)
-        if longest > max(self.max_seqlen, self.pad_to or max(self.align, self.multiple)):
-            raise ValueError(
-                f"a document of {longest:,} tokens{aligned} exceeds max_seqlen={self.max_seqlen:,}"
-            )
-
-
-def _laid_out(
-    documents: Sequence[Document], pieces: Sequence[tuple[int, int, int]], sizes: Sequence[int], pad_id: int
-) -> tuple[Integers, Integers]:
-    """Tokens of the slots, and their positions in documents.
-
-    A piece is the number of a document, its first token and the number of tokens; `sizes` are the slots of each, and of
-    padding, if there is any.
-    """
-    stops = np.cumsum(sizes)
-    tokens = np.full(stops[-1], pad_id, dtype=np.int64)
-    moved = stops - sizes  # slot minus position of its token
-    for piece, (number, first, length) in enumerate(pieces):
-        start = moved[piece]
-        tokens[start : start + length] = documents[number].tokens[first : first + length]
-        moved[piece] -= first
-    return tokens, np.arange(stops[-1]) - np.repeat(moved, sizes)
+        if longest > max(self.max_seqlen, self.pad_to or self.multiple):
+            raise ValueError(f"a document of {longest:,} tokens exceeds max_seqlen={self.max_seqlen:,}")
 
 
 def pad_documents(
@@ -221,9 +186,14 @@ def pad_documents(
 
     The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
     """
-    width = max(len(document.tokens) for document in documents)
-    collate = PackedCollator(len(documents), width, None, pad_id, width, loss_weighting, weighted=weighted)
-    return collate(documents)
+    lengths = [len(document.tokens) for document in documents]
+    longest = max(lengths)
+    padded = [
+        replace(document, tokens=np.pad(document.tokens, (0, longest - length), constant_values=pad_id))
+        for document, length in zip(documents, lengths, strict=True)
+    ]
+    collate = PackedCollator(len(documents), longest, loss_weighting=loss_weighting, weighted=weighted)
+    return replace(collate(padded), num_tokens=sum(lengths))
 
 
 # --- items of two documents ---------------------------------------------------------------------------
@@ -275,7 +245,7 @@ class PreferencePairs:
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
-        if documents.store.item_size != 2:
+        if documents.size != 2:
             raise ValueError(f"{documents.store.path} holds no pairs: prepare data.format=preference")
         self.documents, self.reference = documents, reference
 
@@ -304,13 +274,7 @@ class PreferenceCollator:
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PreferenceCollator:
-        """The collator of a plan over items, or of a sampler.
-
-        Raises:
-            ValueError: the plan aligns documents: it counts one alignment for an item, and two documents need two.
-        """
-        if plan.align != 1:
-            raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
+        """The collator of a plan over items, or of a sampler."""
         most = 2 * plan.most_documents
         return cls(
             PackedCollator(most, plan.longest, pad_to, pad_id, multiple=multiple, min_prefix=plan.min_prefix)
@@ -323,7 +287,9 @@ class PreferenceCollator:
         # A pack without items counts as one whose values are known.
         reference = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         weights = torch.tensor([item.weight for item in items], dtype=torch.float64)
-        own: dict[str, Any] = {"denominator": float(weights.sum()), "item_weights": weights}
-        own["desirable"] = torch.tensor([item.is_desirable for item in items], dtype=torch.bool)
-        own["reference"] = reference if len(known) == len(items) else None
-        return PreferenceBatch(**(vars(batch) | own))
+        return PreferenceBatch(
+            **vars(replace(batch, denominator=float(weights.sum()))),
+            reference=reference if len(known) == len(items) else None,
+            item_weights=weights,
+            desirable=torch.tensor([item.is_desirable for item in items], dtype=torch.bool),
+        )

@@ -112,7 +112,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         rank: of this process among the data-parallel ranks.
         world_size: data-parallel ranks.
         seed: of the order.
-        sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
+        sync: where ranks wait for each other: at every micro-batch (`micro`) or once a step (`step`).
         options: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
         cost: as in `multipack.plan`.
         loss_weighting: as in `multipack.plan`.
@@ -170,7 +170,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
         self.weights = first.weights
-        self.align, self.min_prefix = first.align, first.min_prefix
+        self.min_prefix = first.min_prefix
         self.epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None

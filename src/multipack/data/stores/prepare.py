@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
@@ -37,7 +37,6 @@ VERSION = 4
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
-_DIGEST_BYTES, _DIGEST_BLOCK = 16, 1 << 14  # bytes of a digest; digests that `_Digests` moves at once
 EngineName = Literal["local", "ray"]
 _DATE = re.compile(r" of (\d{4}-\d{2}-\d{2})\)$")
 """The date of a template at the end of a store's description."""
@@ -262,49 +261,24 @@ def _part_writer(
 def items_of(source: Source) -> Iterator[Item]:
     """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
 
-    The first of several duplicates remains, and `source.noted` counts the others. Each item that remains takes some
-    17 bytes of memory, for 16 bytes of BLAKE2b over its texts and targets. (Two of 10¹² different items share a hash
-    with a probability of about 10⁻¹⁵.)
+    The first of several duplicates remains, and `source.noted` counts the others. Items are compared by 16 bytes of
+    BLAKE2b over their texts and targets. (Two of 10¹² different items share a hash with a probability of about 10⁻¹⁵.)
     """
-    seen, form = _Digests(), source.find_form()
-    for item in source.items():
-        if source.config.dedup:
+    if not source.config.dedup:
+        yield from source.items()
+        return
+    form = source.find_form()
+    with closing(sqlite3.connect("")) as seen:  # a temporary file: items that remain take no memory
+        seen.execute("PRAGMA cache_size = -65536")  # KiB: 4 million items before the file is read and written
+        seen.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+        for item in source.items():
             own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
-            if not seen.add(hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()):
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
+            if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", [digest]).rowcount:
+                yield item
+            else:
                 source.noted.skip("duplicates", item[0].name)
-                continue
-        yield item
-
-
-class _Digests:
-    """A set of digests: a sorted array, which grows in its place, and a set of Python for the latest 1/64."""
-
-    def __init__(self) -> None:
-        self._sorted, self._latest = np.empty(0, dtype=f"S{_DIGEST_BYTES}"), set[bytes]()
-
-    def add(self, digest: bytes) -> bool:
-        """Add a digest; returns whether it was missing."""
-        place = self._sorted.searchsorted(digest)
-        if digest in self._latest or self._sorted[place : place + 1].tobytes() == digest:
-            return False
-        self._latest.add(digest)
-        if len(self._latest) >= max(_DIGEST_BLOCK, len(self._sorted) >> 6):
-            self._insert_latest()
-        return True
-
-    def _insert_latest(self) -> None:
-        more = np.frombuffer(b"".join(sorted(self._latest)), dtype=self._sorted.dtype)
-        self._latest.clear()
-        end, last = len(self._sorted), len(more)
-        places = self._sorted.searchsorted(more)
-        self._sorted.resize(end + last, refcheck=False)
-        # The last block moves first.
-        for begin in range(end // _DIGEST_BLOCK * _DIGEST_BLOCK, -1, -_DIGEST_BLOCK):
-            first = int(places.searchsorted(begin))
-            moved = np.insert(self._sorted[begin:end], places[first:last] - begin, more[first:last])
-            self._sorted[begin + first : end + last] = moved
-            end, last = begin, first
 
 
 def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:

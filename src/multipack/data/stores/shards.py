@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -114,13 +114,6 @@ class Shard:
         inside[::2] = 0  # tokens between two ranges are not targets
         before = np.interp([starts, stops], edges, np.cumsum(inside))  # exact: positions are below 2**53
         return (before[1] - before[0]).astype(np.int64)
-
-    def in_memory(self) -> Shard:
-        """A copy in memory, read-only."""
-        arrays: dict[str, Any] = {name: np.array(getattr(self, name)) for name in _ARRAYS}
-        for values in arrays.values():
-            values.flags.writeable = False
-        return replace(self, **arrays, file=None)
 
     def hash(self) -> int:
         """Hash of tokens, targets, names and weights of the documents; see `chain`."""

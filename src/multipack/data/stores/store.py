@@ -47,7 +47,7 @@ class TokenStore:
 
     Args:
         path: folder of the store; names it in messages.
-        folder: folder to read, if it is a copy elsewhere (see staging.py); None = `path`.
+        folder: folder of its header and tokenizer; None = `path`.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
         shards: shards to use instead of the folder's, complete or not; None = open them.
@@ -66,8 +66,8 @@ class TokenStore:
         noted: about the records of the source.
         warnings: sentences on records that are not trained as they look.
         description: one line about the source.
-        bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
-            memory the bytes of its files. Reads for planning and by `verify` are not counted.
+        bytes_asked: bytes of tokens and target ranges that this process has requested from storage. Reads for planning
+            and by `verify` are not counted.
 
     Raises:
         ValueError: there is no complete store at `path`, or it is of another version, truncated or damaged.
@@ -146,13 +146,6 @@ class TokenStore:
             f"{count:,} of {self.num_items:,} {kind} with {text} (the first: {first})"
             for text, (count, first) in self.noted.notes.items()
         ]
-
-    def in_memory(self) -> TokenStore:
-        """The same store, its arrays read into the memory of this process."""
-        shards = [shard.in_memory() for shard in self.shards]
-        store = TokenStore(self.path, self.folder, header=self.header, shards=shards)
-        store.bytes_asked = store.bytes
-        return store
 
     @property
     def bytes(self) -> int:

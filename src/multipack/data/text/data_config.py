@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from multipack.planning.options import check_choice
 from multipack.ranges import Count, Positive, Range, Share, check_ranges
@@ -20,9 +19,8 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 TextDivision = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
-TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
+TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers"]
 Sharing = Literal["off", "pairs", "groups", "all"]
-AlpacaPrompt = Literal["instruct", "chat", "chatml", "phi"]
 ItemKind = Literal["documents", "pairs", "labels"]
 """Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
 followed by another record's answer to its prompt."""
@@ -78,8 +76,6 @@ class DataConfig:
     """Name of the field with a record's weight in the loss, a number from 0; empty: all records weigh 1."""
     between: str = "\n"
     """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
-    alpaca_prompt: AlpacaPrompt = "instruct"
-    """Prompt of records with data.format=alpaca, as Axolotl names them; instruct is Stanford Alpaca's."""
     drop_system: bool = False
     """Leave out the system message that begins a chat."""
     as_chat: bool = False
@@ -99,11 +95,7 @@ class DataConfig:
     paths: list[str] = field(default_factory=list)
     """Token stores of a mixture."""
     weights: list[float] = field(default_factory=list)
-    """Share of each store in a mixture, in any unit; empty = proportional to their sizes."""
-    weigh_by: Literal["documents", "tokens"] = "tokens"
-    """Unit of the weights of a mixture."""
-    mixture_ends: Literal["all", "first"] = "all"
-    """An epoch of a mixture ends when `all` stores were seen whole (small ones repeat), or with the `first` one."""
+    """Share of each store in the tokens of a mixture, in any unit (small stores repeat); empty = by their sizes."""
     validation: Share = 0.1
     """Share of the documents (of a stream: of its last tokens) kept for validation."""
     validation_path: list[str] = field(default_factory=list)
@@ -128,23 +120,25 @@ class DataConfig:
     """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
     """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
-    stage: str = ""
-    """Copy token stores first: `memory` = into each process, or a folder of this host; empty = read in place."""
     readers: Count = 0
     """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
+    RETIRED: ClassVar[tuple[str, ...]] = ("alpaca_prompt", "weigh_by", "mixture_ends", "stage")
 
     @staticmethod
-    def preset(name: str) -> dict[str, str] | None:
-        """The settings of `data=SOURCE`; None if `name` is no source."""
+    def preset(name: str) -> dict[str, Any] | None:
+        """The settings of `data=SOURCE`, or of nanoGPT's and wordplay's run on characters; None for other names."""
+        if name == "shakespeare_char":
+            stream = {"source": "text", "documents": "stream", "block_size": 1024}
+            return {**stream, "tokenizer.kind": "char"}
         return {"source": name} if name in get_args(SourceName) else None
 
     @staticmethod
     def preset_names() -> list[str]:
-        """The sources, and the presets in files."""
+        """The names that `data=` accepts."""
         return sorted((*get_args(SourceName), "shakespeare_char"))
 
     def check(self) -> None:
@@ -187,7 +181,7 @@ class DataConfig:
                 )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        for name in ("stage", "readers", "dedup", "weight_field"):
+        for name in ("readers", "dedup", "weight_field"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
@@ -296,14 +290,14 @@ _ONLY_WITH: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("block_size",), ("text", "store"), "data.overlong=split cuts documents that are too long"),
     (
         (
-            *("broken", "format", "fields", "weight_field", "alpaca_prompt", "drop_system", "as_chat"),
+            *("broken", "format", "fields", "weight_field", "drop_system", "as_chat"),
             *("chat_template", "template_date", "special_tokens"),
         ),
         RECORDS,
         _OUT,
     ),
     (("dedup",), ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
-    (("paths", "weights", "weigh_by", "mixture_ends"), ("mixture",), "set data.source=mixture"),
+    (("paths", "weights"), ("mixture",), "set data.source=mixture"),
 )
 """Settings, the sources with which they have an effect, and what to do with the others."""
 
@@ -315,33 +309,39 @@ class TokenizerConfig:
     kind: TokenizerKind = "auto"
     """Kind of tokenizer; auto: the one of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
-    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
+    """A tokenizer.json (kind=file), folder or name (transformers)."""
     vocabulary_size: int = 2048
     """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
 
     PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
+    RETIRED: ClassVar[tuple[str, ...]] = ("kind=gpt2", "kind=mistral")
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
-        """The settings of `tokenizer=PATH`; None if `name` is not a path."""
-        named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
-        is_path = name.endswith(".json") or Path(name).exists()
-        return {"kind": "file", "path": name} if is_path and not named.is_file() else None
+        """The settings of `tokenizer=KIND` and `tokenizer=PATH`; None for other names."""
+        if name in get_args(TokenizerKind):
+            return {"kind": name}
+        return {"kind": "file", "path": name} if name.endswith(".json") or Path(name).exists() else None
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        """The kinds that `tokenizer=` accepts."""
+        return list(get_args(TokenizerKind))
 
     def check(self) -> None:
         """Check every setting and their combination; raises `ValueError`."""
         check_choice("tokenizer.kind", self.kind, TokenizerKind)
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
-        if self.path and self.kind not in ("file", "transformers", "mistral"):
+        if self.path and self.kind not in ("file", "transformers"):
             raise ValueError(
-                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
+                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file or transformers, not with "
                 f"tokenizer.kind={self.kind}"
             )
 
     @property
     def name(self) -> str:
-        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
+        """Name in messages, such as `char`, `bpe 2048` or `file a.json`; without a path it is unique."""
         if self.path:
             return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind

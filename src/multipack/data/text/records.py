@@ -63,9 +63,9 @@ SHAREGPT_ROLES = {
 }
 
 
-MOST_RECORDS, MOST_REQUESTED = 32, 1 << 18
-"""Records that wait for the template together, and characters of their conversations. More objects that live at once
-cost Python's garbage collection more than fewer requests save."""
+MOST_RECORDS = 32
+"""Records that wait for the template together. More objects that live at once cost Python's garbage collection more
+than fewer requests save."""
 _FAULTS = (ValueError, RecursionError, OverflowError)
 Entry = tuple[dict[str, Any] | BrokenRecord | None, str, str]
 """A record, its fault, or None for a blank line; the name of its documents; its place for messages."""
@@ -120,11 +120,6 @@ class RecordForm:
                 f"data.chat_template={config.chat_template} is for messages, but this is {name}"
                 f" ({form.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
                 " data.fields, with data.format=chat"
-            )
-        if config.alpaca_prompt != "instruct" and (name != "alpaca" or is_chat):
-            raise ValueError(
-                f"data.alpaca_prompt={config.alpaca_prompt} is for instructions and outputs as text, but this is"
-                f" {name} ({form.describe()}); leave it out"
             )
         if config.drop_system and not is_chat:
             raise ValueError(f"data.drop_system=true is for messages, but this is {name}; leave it out")
@@ -247,7 +242,6 @@ class RecordReader:
     def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
         self._config, self._open_template = config, open_template
         self.form: RecordForm | None = None
-        self._unused = _left_out(config.fields)
         self.restart(Noted())
 
     def restart(self, noted: Noted) -> None:
@@ -262,7 +256,7 @@ class RecordReader:
         required = [fields] if fields else [known for _, known in FORMS]
         if not any({*some} <= {*names} for some in required):
             return names
-        more = ("tools", "system", form.label, config.weight_field, *CONTEXTS, *self._unused)
+        more = ("tools", "system", form.label, config.weight_field, *CONTEXTS)
         wanted = {*more, *(config.fields or chain(*required))}
         return [name for name in names if name in wanted]
 
@@ -278,15 +272,21 @@ class RecordReader:
         Raises:
             ValueError: a setting does not suit the first record.
         """
-        for batch in _gathered(self._begun(entry, unit) for entry in entries):
+        entries = iter(entries)
+        while batch := [self._begun(entry, unit) for entry in islice(entries, self._most_at_once)]:
             requests = [request for begun in batch for request in begun.requests]
             written = self.form.template.write(requests) if self.form and requests else iter(())
             for name, where, asked, finish in batch:
                 try:
-                    found = finish([*islice(written, len(asked))] if asked else [])
+                    found = finish([*islice(written, len(asked))])
                 except _FAULTS as error:
                     found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
                 yield from found
+
+    @property
+    def _most_at_once(self) -> int:
+        """Records that are read ahead: without a template they wait for nothing."""
+        return MOST_RECORDS if self.form and self.form.template else 1
 
     def _begun(self, entry: Entry, unit: str) -> _Begun:
         """A record whose documents wait for the template."""
@@ -328,15 +328,14 @@ class RecordReader:
             weight = weight if _label(record, form.label) else -weight
             last, self._last_answer = self._last_answer, answers[0]
             answers = [answers[0], answers[0] if last is None else last]
-        notes = {f"`{field}`, which data.fields leaves out" for field in self._unused if record.get(field)}
         if template is None:
             prompt = [TextPart(text + config.between, False) for text in context]
             if form.name == "alpaca":
                 from multipack.data.text.alpaca import alpaca_prompt
 
-                prompt = alpaca_prompt(config.alpaca_prompt, *context)
+                prompt = [TextPart(alpaca_prompt(*context), False)]
             parts = [(*prompt, TextPart(answer, True)) for answer in answers]
-            return [], lambda _: self._found(name, parts, weight, notes, takes_end=True)
+            return [], lambda _: _item(name, parts, weight, takes_end=True)
         tools = read_tools(record.get(form.tools), form.tools)
         chats = [template.chat(context + answer, tools) for answer in answers]
 
@@ -344,47 +343,19 @@ class RecordReader:
             cut = zip(written, chats, strict=True)
             found = [template.cut(text, chat, len(context)) for text, chat in cut]
             own = zip(answers[:1] if form.label else answers, found, strict=False)  # not another record's
-            more = (template.notes(context + answer, tools, parts) for answer, parts in own)
-            return self._found(name, found, weight, notes.union(*more), takes_end=False)
+            notes = set().union(*(template.notes(context + answer, parts) for answer, parts in own))
+            self.noted.add(Noted(notes=dict.fromkeys(sorted(notes), (1, name))))
+            return _item(name, found, weight, takes_end=False)
 
         return [chat.request() for chat in chats], finish
 
-    def _found(
-        self, name: str, found: list[tuple[TextPart, ...]], weight: float, notes: set[str], takes_end: bool
-    ) -> Sequence[Found]:
-        """The documents of these parts; their notes are kept."""
-        if notes:
-            self.noted.add(Noted(notes=dict.fromkeys(sorted(notes), (1, name))))
-        documents = [SourceDocument(name, parts, takes_end) for parts in found]
-        if weight != 1.0:  # of an item, which may be two documents
-            documents[0] = documents[0]._replace(weight=weight)
-        return documents
 
-
-def _gathered(entries: Iterator[_Begun]) -> Iterator[list[_Begun]]:
-    """Records whose conversations are written at once; all others one by one, since they wait for nothing."""
-    batch, size = list[_Begun](), 0
-    try:
-        for entry in entries:
-            if not batch and not entry.requests:
-                yield [entry]
-                continue
-            batch.append(entry)
-            size += sum(map(len, entry.requests))
-            if len(batch) == MOST_RECORDS or size >= MOST_REQUESTED:
-                yield batch
-                batch, size = [], 0
-    except Exception:  # such as a broken file: first what was read before
-        yield batch
-        raise
-    yield batch
-
-
-def _left_out(fields: list[str]) -> list[str]:
-    """Fields that complete these to a known form, such as Alpaca's `input`, or `rejected` beside `chosen`."""
-    pairs = [(context, "chosen", "rejected") for context in CONTEXTS if "rejected" not in fields]
-    known = [{*names} for names in (*(names for _, names in FORMS), *pairs)]
-    return sorted(set().union(*(names - {*fields} for names in known if fields and {*fields} <= names)))
+def _item(
+    name: str, found: list[tuple[TextPart, ...]], weight: float, takes_end: bool
+) -> list[SourceDocument]:
+    """The documents of these parts; the first one has the weight of the item."""
+    weights = (weight, *[1.0] * len(found))
+    return [SourceDocument(name, parts, takes_end, own) for parts, own in zip(found, weights, strict=False)]
 
 
 def _field(record: dict[str, Any], field: str) -> Any:

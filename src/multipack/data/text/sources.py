@@ -236,7 +236,6 @@ class Source:
             identity = "" if form.template is None else form.template.identity
             parts += [form.name, fields, form.tools, config.between, identity]
             parts += [each for each in (form.label, config.weight_field) if each]
-            parts += [config.alpaca_prompt] if config.alpaca_prompt != "instruct" else []
             parts += ["drop_system"] if config.drop_system else []
             # With `skip` a store may lack records that `error` refuses: it is another store.
             parts += ["broken skip"] if config.broken == "skip" else []

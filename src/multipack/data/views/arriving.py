@@ -16,9 +16,8 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from multipack.data.stores.shards import HEADER, StoreHeader, find_shards
+from multipack.data.stores.shards import HEADER, Shard, StoreHeader, find_shards
 from multipack.data.stores.store import TokenStore
 from multipack.data.stores.writer import ShardBuilder
 from multipack.data.text.data_config import DataConfig
@@ -67,29 +66,27 @@ class Arriving(ABC):
     `data.split_seed`, is held back for validation. All other documents are trained on, none longer than `limit` tokens.
 
     Attributes:
-        start: position of the first chunk, as plain data.
+        unit: key of a position under which the number of shards or records before it stands.
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
-        report: counts of shortened, divided and dropped documents, over all finished chunks.
-        noted: about the streamed records that this process read.
+        fit: counts of shortened, divided and dropped documents in the chunks that were read since the start or resume.
+        noted: about the records of these chunks.
         validation: the validation documents, none longer than `limit`.
-        validation_fit: like `report`, for the validation documents.
+        validation_fit: like `fit`, for the validation documents.
 
     Raises:
         ValueError: there is no document, or an item is two; see also `Documents.hold_out`, `Documents.fit`.
     """
 
-    start: Position
+    unit: str
     name: str
     tokenizer: Tokenizer
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
-        self.interrupted, self.noted = False, Noted()
-        # The documents of the current chunk, the report of their cuts, and the position after it.
-        self._chunk: tuple[Documents, FitReport, Position] | None
+        self.interrupted = False
         self.restart()
-        first, end = self._read(self.start)
+        first, end = self._read(self._begin)
         if first is None:
             raise ValueError(f"{self.name} has ended without a document")
         if first.item_size > 1:
@@ -103,7 +100,7 @@ class Arriving(ABC):
         validation = head.hold_out(data.validation_share, data.split_seed)[1]
         self._held, self._first = validation.pieces["document"], [first.header.key, first.checksum]
         self.validation, self.validation_fit = self._fit(validation)
-        self._chunk = *self._training(first, self.start), end
+        self._enter(first, end)
 
     @abstractmethod
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
@@ -129,24 +126,13 @@ class Arriving(ABC):
         return ""
 
     @property
-    @abstractmethod
     def warnings(self) -> list[str]:
         """Sentences on records read so far that are not trained as they look."""
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Reason → number of records without a document, up to the current chunk's end."""
-        return (self._chunk[2] if self._chunk else self._begin).get("skipped", {})
-
-    @property
-    def left_out(self) -> list[str]:
-        """A line for each reason for which records have no document, up to the current chunk's end."""
-        return Noted(Counter(self.skipped), places=self.noted.places).lines()
-
-    @property
-    def fit(self) -> FitReport:
-        """Report on documents that were too long, up to the current chunk's end."""
-        return self.report + self._chunk[1] if self._chunk else self.report
+        kind = "conversations" if self.validation.store.header.chat_template else "documents"
+        return [
+            f"{count:,} {kind} with {text} (the first: {first})"
+            for text, (count, first) in self.noted.notes.items()
+        ]
 
     @property
     def fingerprint(self) -> str:
@@ -161,12 +147,19 @@ class Arriving(ABC):
 
     def restart(self) -> None:
         """Go to the beginning."""
-        self._go(self.start, 0, FitReport(self._limit, "error"))
+        self._go({self.unit: 0}, 0)
 
-    def _go(self, begin: Position, number: int, report: FitReport) -> None:
+    def _go(self, begin: Position, number: int) -> None:
         """Go to item `number` of the chunk at a position."""
-        self._begin, self._number, self.report = begin, number, report
-        self._chunk = None
+        self._begin, self._number = begin, number
+        self.fit, self.noted = FitReport(self._limit, "error"), Noted()
+        self._chunk: Documents | None = None
+
+    def _enter(self, store: TokenStore, end: Position) -> None:
+        """Make a store the current chunk, after which the next one begins at `end`."""
+        self._chunk, fit = self._training(store, self._begin)
+        self.fit, self._end = self.fit + fit, end
+        self.noted.add(store.noted)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Items from the current position, each with its `name`, and its `length` and `targets` in tokens."""
@@ -176,20 +169,21 @@ class Arriving(ABC):
                 if store is None:
                     self._begin = end
                     return
-                self._chunk = *self._training(store, self._begin), end
-            documents, report, end = self._chunk
+                self._enter(store, end)
+            documents = self._chunk
+            assert documents is not None
             lengths, targets = documents.lengths, documents.target_counts
             while self._number < len(documents):
                 number = self._number
                 self._number += 1
                 sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
                 yield {"name": documents.name(number)} | self._item(documents, number) | sizes
-            self._go(end, 0, self.report + report)
+            self._begin, self._number, self._chunk = self._end, 0, None
 
     def _training(self, store: TokenStore, begin: Position) -> tuple[Documents, FitReport]:
         """The documents of a chunk that are not held back, none longer than the limit."""
         whole = Documents.whole(store, self._data.train_on_prompt)
-        if begin == self.start:
+        if begin[self.unit] == 0:
             whole = whole.take(np.setdiff1d(whole.pieces["document"], self._held))
         return self._fit(whole)
 
@@ -200,30 +194,26 @@ class Arriving(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
         place = {"fingerprint": self.fingerprint, "begin": self._begin, "number": self._number}
-        taken = self._taken(self._begin, self._number)
-        return {**place, "taken": taken, "report": list(astuple(self.report)[1:])}
+        return {**place, "taken": self._taken(self._begin, self._number)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
-        names = ("fingerprint", "begin", "number", "taken", "report")
-        with opened(state, f"the saved position in {self.name}", *names):
+        with opened(state, f"the saved position in {self.name}", "fingerprint", "begin", "number", "taken"):
             if state["fingerprint"] != self.fingerprint:
                 raise ValueError(
                     f"the saved position belongs to another stream than {self.name}: its source, its first"
                     f" documents, its tokenizer, the limit of {self._limit:,} tokens, or one of"
                     f" data.{', data.'.join(DECISIVE)} was different"
                 )
-            number = check_integer(f"the number of the saved position in {self.name}", state["number"], 0)
-            if state["taken"] != self._taken(state["begin"], number):
+            begin, where = state["begin"], f"the saved position in {self.name}"
+            check_integer(f"{self.unit} of {where}", begin[self.unit], 0)
+            number = check_integer(f"number of {where}", state["number"], 0)
+            if state["taken"] != self._taken(begin, number):
                 raise ValueError(
                     f"{self.name} holds other documents than those that the saved position has behind it: restore its"
                     " shards, or start a new run with another out="
                 )
-            report = FitReport(self._limit, *state["report"])
-            policy, *counts = state["report"]
-            if (*counts,) != astuple(report)[2:] or type(policy) is not str or {*map(type, counts)} != {int}:
-                raise TypeError(f"report={state['report']!r:.40}")
-            self._go(state["begin"], number, report)
+            self._go(begin, number)
 
 
 class GrowingFolder(Arriving):
@@ -233,15 +223,19 @@ class GrowingFolder(Arriving):
     can be opened again. Iterating raises `DocumentsLate` if no shard appears within `data.patience_seconds`.
     """
 
-    start: Position = {"shard": 0}  # noqa: RUF012 - never changed
+    unit = "shard"
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._folder = Path(data.path).expanduser()
         self.name = str(self._folder)
         self._store: TokenStore | None = None  # with the shards that are known
         self._documents = lru_cache(OPEN_SHARDS)(self._open)
-        self._chain = [""]  # digests of the content of the first 0, 1, 2 … shards
         super().__init__(data, limit)
+
+    @property
+    def _shards(self) -> list[Shard]:
+        """The shards that are known."""
+        return [] if self._store is None else self._store.shards
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
         number, patience = begin["shard"], self._data.patience_seconds
@@ -254,10 +248,9 @@ class GrowingFolder(Arriving):
             if self.interrupted:
                 raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
             if time.monotonic() > deadline:
-                count = 0 if store is None else len(store.shards)
                 raise DocumentsLate(
-                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and none of"
-                    " them is the last): resume with train.resume when it has arrived, or raise"
+                    f"waited {patience:g} s for shard {number} of {self.name} ({len(self._shards):,} shards are there,"
+                    " and none of them is the last): resume with train.resume when it has arrived, or raise"
                     " data.patience_seconds"
                 )
             time.sleep(min(POLL_SECONDS, patience / 8))
@@ -270,10 +263,9 @@ class GrowingFolder(Arriving):
         """Read the folder; return whether it has more shards."""
         if not (self._folder / HEADER).is_file():
             return False
-        known = [] if self._store is None else self._store.shards
         header = StoreHeader.read(self._folder)
-        shards = list(find_shards(self._folder, range(header.parts), known))
-        if len(shards) == len(known):
+        shards = list(find_shards(self._folder, range(header.parts), self._shards))
+        if len(shards) == len(self._shards):
             return False
         if header.split_by == "position":
             raise ValueError(
@@ -283,26 +275,18 @@ class GrowingFolder(Arriving):
         self._store = TokenStore(self._folder, header=header, shards=shards)
         return True
 
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences on the records of the shards that are there; see `Arriving`."""
-        return self._store.warnings if self._store is not None else []
-
     def _taken(self, begin: Position, number: int) -> str:
         """Digest of the shards before this one, and of this one if items of it were taken."""
-        count = check_integer(f"the shard of the saved position in {self.name}", begin["shard"], 0) + (
-            number > 0
-        )
-        if self._store is None or len(self._store.shards) < count:
+        count, digest = begin["shard"] + (number > 0), ""
+        if len(self._shards) < count:
             self._refresh()
-        shards = self._store.shards if self._store is not None else []
-        for shard in shards[len(self._chain) - 1 : count]:
-            self._chain.append(hashlib.sha256(f"{self._chain[-1]} {shard.content:x}".encode()).hexdigest())
-        if len(self._chain) <= count:
+        if len(self._shards) < count:
             raise ValueError(
-                f"{self.name} has {len(shards)} shards, and documents of {count} were taken: restore them"
+                f"{self.name} has {len(self._shards)} shards, and documents of {count} were taken: restore them"
             )
-        return self._chain[count]
+        for shard in self._shards[:count]:
+            digest = hashlib.sha256(f"{digest} {shard.content:x}".encode()).hexdigest()
+        return digest
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         shard = self._begin["shard"]
@@ -324,7 +308,7 @@ class StreamedRecords(Arriving):
     """The documents of records (`data.source=huggingface data.stream=true`), tokenized in chunks of `RECORDS`.
 
     An item holds the document itself, because records cannot be looked up by number. A position consists of the number
-    of records before it, the data set's own state there, and the counts of records without a document.
+    of records before it and the data set's own state there.
 
     Args:
         data, limit: see `Arriving`; `data` also gives the form of the records.
@@ -333,7 +317,7 @@ class StreamedRecords(Arriving):
             `load_state_dict`), such as `datasets.IterableDataset`.
     """
 
-    start: Position = {"records": 0, "source": None, "skipped": {}}  # noqa: RUF012 - never changed
+    unit = "records"
 
     def __init__(
         self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
@@ -344,33 +328,26 @@ class StreamedRecords(Arriving):
         self._records: Any = None
         self._rows: Iterator[Any] = iter(())
         self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
-        self._known = 0  # number of records that `noted` knows; they may be read again
         super().__init__(data, limit)
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
         while not self.interrupted:
             if self._rows_begin != begin:
                 self._records = self._open_records()
-                if begin["source"] is not None:
+                if begin["records"]:
                     self._records.load_state_dict(begin["source"])
                 self._rows = iter(self._records)
             self._rows_begin = None  # if an error follows, rows are opened again
             count = begin["records"]
             rows = list(islice(self._rows, RECORDS if count else HEAD))
             store = self._store(rows, count)
-            end = {
-                "records": count + len(rows),
-                "source": self._records.state_dict(),
-                "skipped": {**Counter(begin["skipped"]) + store.noted.skipped},
-            }
-            if count >= self._known:
-                self._known = count + len(rows)
-                self.noted.add(store.noted)
+            end = {"records": count + len(rows), "source": self._records.state_dict()}
             self._rows_begin = end
             if store.num_documents:
                 return store, end
             if not rows:
                 return None, end
+            self.noted.add(store.noted)
             begin = end  # no document remains of these records
         raise StreamInterrupted(f"while records of {self.name} were awaited")
 
@@ -388,15 +365,6 @@ class StreamedRecords(Arriving):
         store = TokenStore(Path(self.name), header=header, shards=[shard])
         store.tokenizer = tokenizer  # in memory, too
         return store
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences on the records that this process read; see `Arriving`."""
-        kind = "conversations" if self.validation.store.header.chat_template else "documents"
-        return [
-            f"{count:,} {kind} with {text} (the first: {first})"
-            for text, (count, first) in self.noted.notes.items()
-        ]
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from multipack.atomic import cache_folder
+from multipack.checksums import remembered
 from multipack.data.stores.prepare import prepare
-from multipack.data.stores.shards import HEADER
+from multipack.data.stores.shards import HEADER, SHARDS
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import ITEM_NAMES, RECORDS, DataConfig
 from multipack.data.text.sources import open_dataset
@@ -53,7 +54,6 @@ class Corpus:
     validation_files: str = ""
     # the documents to train on if they arrive during the run; `train` is empty then
     arriving: Arriving | None = None
-    staged: str = ""  # one line about copies made before training; empty = none
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,7 +104,7 @@ def load_corpus(
         tokenizer: the tokenizer; `auto` takes a store's own.
         limit: most tokens of a document: the capacity of a pack, or the model's context if that is less.
         progress: see `prepare`.
-        reads: whether this process reads tokens; one that receives packs from others neither copies nor verifies.
+        reads: whether this process reads tokens; one that receives packs from others verifies nothing.
 
     Raises:
         ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few or too long documents.
@@ -153,14 +153,12 @@ def load_sets(
     reads: bool = True,
 ) -> Corpus:
     """A corpus without training documents: all documents of each set are for validation; see `load_corpus`."""
-    stores, staged = _open_all(sets, tokenizer, progress, reads)
+    stores = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
     parts = [_divided(store, data, limit) for store in stores]
-    views = [part.train for part in parts]
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
-    documents: Documents = views[0]
-    if len(stores) > 1:
-        documents = Documents.joined(*_within_joined(stores, names, views))
+    (views,) = _in_one_store(stores, names, [part.train for part in parts])
+    documents = Documents.joined(views)
     return Corpus(
         train=documents.take([]),
         validation=documents,
@@ -170,7 +168,6 @@ def load_sets(
         skipped=documents.store.noted.lines(),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
-        staged=staged,
     )
 
 
@@ -198,7 +195,7 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
 
 _OF_STORES = (
     *("block_size", "train_on_prompt", "overlong", "overlap", "repeat_prompt"),
-    *("share_prefixes", "min_prefix", "verify", "stage", "cache"),
+    *("share_prefixes", "min_prefix", "verify", "cache"),
 )
 """Settings of documents that apply to each of their stores, too."""
 
@@ -211,38 +208,46 @@ def _store_config(data: DataConfig, path: str) -> DataConfig:
 
 def _open_all(
     sets: Sequence[DataConfig], tokenizer: TokenizerConfig, progress: Progress, reads: bool
-) -> tuple[list[TokenStore], str]:
-    """The stores of sources, prepared, copied and verified as their settings ask for; and one line about copies."""
-    stores, data = list[TokenStore](), sets[0]
+) -> list[TokenStore]:
+    """The stores of sources, prepared and verified as their settings ask for."""
+    stores = list[TokenStore]()
     for each in sets:
-        is_store = each.source == "store"
-        path = each.path if is_store else prepare(each, tokenizer, progress=progress)
-        stores.append(_open(path, tokenizer) if is_store else TokenStore(path))
-    staged = ""
-    if data.stage and reads:
-        from multipack.data.stores.staging import stage
+        if each.source == "store":
+            stores.append(TokenStore(Path(each.path).expanduser()))
+            _check_tokenizer(stores[-1], tokenizer)
+        else:
+            stores.append(TokenStore(prepare(each, tokenizer, progress=progress)))
+    if sets[0].verify == "full" and reads:
+        for store in stores:
 
-        stores, staged = stage(stores, data.stage, progress)
-    if data.verify == "full" and reads:
-        from multipack.data.stores.staging import verify_once
+            def verified(store: TokenStore = store) -> str:
+                store.verify(progress)
+                return store.checksum
 
-        verify_once(stores, cache_folder(data.cache), progress)
-    return stores, staged
+            files, text = sorted(store.folder.glob(SHARDS)), f"{store.folder.absolute()} {store.checksum}"
+            remembered(files, text, cache_folder(sets[0].cache), verified)
+    return stores
 
 
 def _load_stored(
     data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
 ) -> Corpus:
     """The documents of stores, which are prepared first, if necessary."""
-    stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
+    stores = _open_all(sets_of(data), tokenizer, progress, reads)
     parts = [_divided(store, data, limit) for store in stores]
-    train, validation = parts[0].train, parts[0].validation
+    names = _names([store.path for store in stores])
+    trains, validations = _in_one_store(
+        stores, names, [part.train for part in parts], [part.validation for part in parts]
+    )
+    train, description = trains[0], stores[0].description
     shares: tuple[Share, ...] = ()
-    description = stores[0].description
     if data.source == "mixture":
-        train, validation, shares = _mixed(stores, parts, data)
-        shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
-        description = f"mixture by {data.weigh_by}: {shown}"
+        from multipack.data.views.mixture import mix
+
+        train, shares = mix(trains, names, data.weights, data.split_seed)
+        description = "mixture by tokens: " + ", ".join(
+            f"{share.name} {share.actual:.1%}" for share in shares
+        )
     store, train_fit = train.store, reduce(add, (part.train_fit for part in parts))
     if not len(train):
         raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
@@ -254,7 +259,7 @@ def _load_stored(
         )
     return Corpus(
         train=train,
-        validation=validation,
+        validation=Documents.joined(validations),
         description=description,
         train_fit=train_fit,
         validation_fit=reduce(add, (part.validation_fit for part in parts)),
@@ -262,7 +267,6 @@ def _load_stored(
         store_path=stores[0].path,
         mixture=shares,
         sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),
-        staged=staged,
     )
 
 
@@ -300,29 +304,18 @@ def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Divided:
     return _Divided(train, validation, train_fit, validation_fit)
 
 
-def _mixed(
-    stores: Sequence[TokenStore], parts: Sequence[_Divided], data: DataConfig
-) -> tuple[Documents, Documents, tuple[Share, ...]]:
-    """The mixture to train on, and all validation documents, as views of the joined stores."""
-    names = _names([store.path for store in stores])
-    trains, validations = [part.train for part in parts], [part.validation for part in parts]
-    own, held = _within_joined(stores, names, trains, validations)
-    from multipack.data.views.mixture import mix
-
-    train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-    return train, Documents.joined(held), shares
-
-
 def _names(paths: Sequence[Path | str]) -> list[str]:
     """Names of sources: their paths, relative to the deepest folder that holds all of them."""
     places = [Path(path).expanduser().absolute() for path in paths]
     return [str(place.relative_to(os.path.commonpath(places))) for place in places]
 
 
-def _within_joined(
+def _in_one_store(
     stores: Sequence[TokenStore], names: Sequence[str], *views: Sequence[Documents]
 ) -> list[list[Documents]]:
-    """Views of each store, as views of the joined store, whose documents have names that begin with `names`."""
+    """Views of each store, as views of one: several are joined, and names of documents begin with `names`."""
+    if len(stores) == 1:
+        return [list(each) for each in views]
     joined = TokenStore.joined(stores[0].path.parent, stores, names)
     first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
     return [[view.within(joined, start) for view, start in zip(each, first, strict=True)] for each in views]
@@ -343,18 +336,12 @@ def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Co
         train=validation.take([]),
         validation=validation,
         description=f"{arriving.name}, documents as they arrive",
-        train_fit=arriving.report,
+        train_fit=arriving.fit,
         validation_fit=arriving.validation_fit,
         skipped=[],
         store_path=validation.store.path,
         arriving=arriving,
     )
-
-
-def _open(path: str | Path, tokenizer: TokenizerConfig) -> TokenStore:
-    store = TokenStore(Path(path).expanduser())
-    _check_tokenizer(store, tokenizer)
-    return store
 
 
 def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multipack.data.stores.store import TokenStore
-from multipack.planning.lengths import Integers
 
 CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Common capacities of packs."""
@@ -66,33 +65,28 @@ class CorpusReport:
         if not store.num_documents:
             raise ValueError(f"{path} has no documents")
         sizes = store.lengths.reshape(-1, store.item_size).sum(axis=1)
-        lengths, counts = np.unique(sizes, return_counts=True)
         longest = int(np.argmax(sizes))
         self.longest, self.longest_name = int(sizes[longest]), store.name(store.item_size * longest)
         # The first token of a document is not a target.
         self.targets = sum(int(np.diff(np.maximum(shard.spans, 1)).sum()) for shard in store.shards)
         self.shards, self.is_complete, self.bytes = len(store.shards), store.is_complete, store.bytes
         self.description = store.description if store.is_complete else f"{self.shards:,} shards so far"
-        self.documents, self.tokens = int(counts.sum()), store.num_tokens
+        self.documents, self.tokens = store.num_items, store.num_tokens
         self.target_share = self.targets / self.tokens
-        self.mean, self.median = self.tokens / self.documents, _quantile(lengths, counts, 0.5)
-        self.p99 = _quantile(lengths, counts, 0.99)
+        self.mean, self.median = self.tokens / self.documents, float(np.median(sizes))
+        self.p99 = float(np.percentile(sizes, 99))
         self.noted, self.duplicates = store.noted, store.noted.skipped["duplicates"]
         self.warnings = store.warnings
-        power = np.frexp(lengths)[1] - 1  # exact: 2**power <= length < 2**(power + 1)
-        documents, tokens = (np.bincount(power, weights=each) for each in (counts, counts * lengths))
+        power = np.frexp(sizes)[1] - 1  # exact: 2**power <= size < 2**(power + 1)
+        documents, tokens = np.bincount(power), np.bincount(power, weights=sizes)
         self.histogram = [
             Bar(1 << bar, (2 << bar) - 1, int(documents[bar]), int(tokens[bar]))
             for bar in range(int(power.min()), len(documents))
         ]
         self.excess = [
-            Excess(
-                capacity,
-                int(counts[lengths > capacity].sum()),
-                int((counts * np.maximum(lengths - capacity, 0)).sum()),
-            )
+            Excess(capacity, len(longer), int((longer - capacity).sum()))
             for capacity in CAPACITIES
-            if capacity < self.longest
+            if len(longer := sizes[sizes > capacity])
         ]
         self.pairs, self.is_stream = store.item_size > 1, store.header.split_by == "position"
         self.vocabulary_size = store.vocabulary_size
@@ -103,12 +97,3 @@ class CorpusReport:
         figures = vars(self) | vars(self.noted) | lists
         del figures["noted"]
         return figures
-
-
-def _quantile(values: Integers, counts: Integers, share: float) -> float:
-    """The quantile of sorted values with `counts` repetitions; between two values it is interpolated."""
-    last = np.cumsum(counts) - 1
-    place = share * int(last[-1])
-    below, above = values[np.searchsorted(last, [int(place), -int(-place // 1)])].tolist()
-    part = place % 1
-    return float(below + (above - below) * part if part < 0.5 else above - (above - below) * (1 - part))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.data.views.overlong import POLICIES, FitReport, Pieces, pieces_of, split
+from multipack.data.views.overlong import CUTS, EFFECTS, FitReport, Pieces, pieces_of, split
 from multipack.data.views.prefix_tree import PrefixTree
 from multipack.planning.lengths import Integers
 from multipack.planning.steps import permutation
@@ -58,28 +58,29 @@ class Document:
 
 
 class Documents:
-    """A view of a token store: n documents, or pieces of documents, in an order.
+    """A view of a token store: n items in an order, each of which is a document or a piece of one.
 
     It is a map-style data set of `torch.utils.data`. A document is a zero-copy slice of the store; a piece with a
-    repeated prompt is a copy. A document may occur several times. Where items of the store are two documents, each row
-    here is an item, which is never cut: it names the first document, and has the length of both; `members` gives
-    them.
+    repeated prompt is a copy. A document may occur several times. Where items of the store are two documents (see
+    `ItemKind`), an item is two neighboring rows, which are never cut, and `members` gives both.
 
     Args:
         store: the token store.
-        pieces: (n,) rows of type `PIECE`.
+        pieces: (n · `size`,) rows of type `PIECE`, item after item.
         train_on_prompt: whether every token but the first is a target.
+
+    Attributes:
+        size: rows of an item.
     """
 
     def __init__(self, store: TokenStore, pieces: Pieces, train_on_prompt: bool = False) -> None:
         self.store, self.pieces, self.train_on_prompt = store, pieces, train_on_prompt
+        self.size = store.item_size
 
     @classmethod
     def whole(cls, store: TokenStore, train_on_prompt: bool = False) -> Documents:
         """All documents of `store`, uncut, in its order."""
-        numbers = np.arange(0, store.num_documents, store.item_size)
-        lengths = store.lengths.reshape(-1, store.item_size).sum(axis=1)
-        return cls(store, pieces_of(numbers, np.zeros_like(numbers), lengths), train_on_prompt)
+        return cls(store, pieces_of(np.arange(store.num_documents), 0, store.lengths), train_on_prompt)
 
     @classmethod
     def joined(cls, views: Sequence[Documents]) -> Documents:
@@ -95,14 +96,24 @@ class Documents:
     def _view(self, pieces: Pieces) -> Documents:
         return Documents(self.store, pieces, self.train_on_prompt)
 
-    def __len__(self) -> int:
-        return len(self.pieces)
+    def _of_items(self, rows: Integers) -> Integers:
+        """(n,) sums over the rows of each item."""
+        return rows.reshape(-1, self.size).sum(axis=1)
 
-    def _piece(self, index: int) -> tuple[int, int, int, int, int]:
+    @property
+    def _numbers(self) -> Integers:
+        """(n,) number in the store of the first document of each item."""
+        return self.pieces["document"][:: self.size]
+
+    def __len__(self) -> int:
+        return len(self.pieces) // self.size
+
+    def _row(self, index: int, member: int = 0) -> tuple[int, int, int, int, int]:
+        """The row of a member of item `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self):,}")
-        piece: tuple[int, int, int, int, int] = self.pieces[int(index)].item()
-        return piece
+        row: tuple[int, int, int, int, int] = self.pieces[int(index) * self.size + member].item()
+        return row
 
     def __getitem__(self, index: int) -> Document:
         """Document `index` (negative: from the end).
@@ -111,10 +122,12 @@ class Documents:
             IndexError: there is none.
             ValueError: it is an item of two documents; the store is damaged.
         """
-        if self.store.item_size > 1:
+        if self.size > 1:
             raise ValueError(f"{self.name(index)} is a preference pair: `members` gives its documents")
-        document, start, length, prefix, context = self._piece(index)
-        weight = 1.0 if self.store.weights is None else float(self.store.weights[document])
+        return self._document(index, 0, 1.0 if self.weights is None else float(self.weights[index]))
+
+    def _document(self, index: int, member: int, weight: float = 1.0) -> Document:
+        document, start, length, prefix, context = self._row(index, member)
         tokens = self.store.tokens_of(document, start, length - prefix)
         if prefix:
             tokens = np.concatenate([self.store.tokens_of(document, 0, prefix), tokens])
@@ -130,21 +143,18 @@ class Documents:
             IndexError: there is none.
             ValueError: one of two answers has no target; the store is damaged.
         """
-        if self.store.item_size == 1:
+        if self.size == 1:
             return (self[index],)
-        answers, first = list[Document](), self._piece(index)[0]
-        for name, document in (("chosen", first), ("rejected", first + 1)):
-            tokens, spans = self.store.tokens_of(document), self.store.spans_of(document)
-            spans = np.array([[0, len(tokens)]], dtype=np.int64) if self.train_on_prompt else spans
-            if not (spans[:, 1] > np.maximum(spans[:, 0], 1)).any():
+        answers = self._document(index, 0), self._document(index, 1)
+        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+            if not (answer.spans[:, 1] > np.maximum(answer.spans[:, 0], 1)).any():
                 raise ValueError(f"{self.name(index)}: the {name} answer has no target token: it is empty")
-            answers.append(Document(tokens, spans))
-        return tuple(answers)
+        return answers
 
     @cached_property
     def lengths(self) -> Integers:
-        """(n,) tokens of each document, read-only."""
-        lengths = np.ascontiguousarray(self.pieces["length"])
+        """(n,) tokens of each item, read-only."""
+        lengths = self._of_items(self.pieces["length"])
         lengths.flags.writeable = False
         return lengths
 
@@ -155,45 +165,36 @@ class Documents:
 
     @cached_property
     def target_counts(self) -> Integers:
-        """(n,) targets of each document; its first token never is one."""
+        """(n,) targets of each item; the first token of a document never is one."""
+        rows, first = self.pieces, np.maximum(self.pieces["context"], 1)
         if self.train_on_prompt:
-            return self.lengths - np.maximum(self.pieces["context"], self.store.item_size)
-        pieces = self.pieces
-        if self.store.item_size > 1:
-            documents = self.store_numbers
-            pieces = pieces_of(documents, np.zeros_like(documents), self.store.lengths[documents])
-        shift = pieces["start"] - pieces["prefix"]  # from a place in the piece to one in its document
-        first = shift + np.maximum(pieces["context"], 1)
-        counts = self.store.count_targets(pieces["document"], first, shift + pieces["length"])
-        return counts.reshape(-1, self.store.item_size).sum(axis=1)
-
-    @property
-    def store_numbers(self) -> Integers:
-        """Numbers in the store of the documents of all items, item after item."""
-        return (self.pieces["document"][:, None] + np.arange(self.store.item_size)).ravel()
+            return self._of_items(rows["length"] - first)
+        shift = rows["start"] - rows["prefix"]  # from a place in the piece to one in its document
+        counts = self.store.count_targets(rows["document"], shift + first, shift + rows["length"])
+        return self._of_items(counts)
 
     @cached_property
     def weights(self) -> NDArray[np.float64] | None:
-        """(n,) weight of each document in the loss; None = all are 1."""
-        return None if self.store.weights is None else self.store.weights[self.pieces["document"]]
+        """(n,) weight of each item in the loss; None = all are 1."""
+        return None if self.store.weights is None else self.store.weights[self._numbers]
 
     @cached_property
     def labels(self) -> NDArray[np.bool_]:
         """(n,) whether each answer is desirable, of a store of labeled answers; all true of other stores."""
-        return self.store.labels[self.pieces["document"]]
+        return self.store.labels[self._numbers]
 
     def name(self, index: int) -> str:
         """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""
-        document, start, length, prefix, _ = self._piece(index)
+        document, start, length, prefix, _ = self._row(index)
         name, whole = self.store.name(document), int(self.store.lengths[document])
-        if self.store.item_size > 1 or (length == whole and not prefix):
+        if length == whole and not prefix:
             return name
         stop = start + length - prefix
         return f"{name} [{'prompt and ' if prefix else ''}tokens {start:,} to {stop:,} of {whole:,}]"
 
     def prompt_length(self, index: int) -> int:
         """Tokens of a document before its first target; of a later piece, the tokens of the prompt that it repeats."""
-        document, start, length, prefix, _ = self._piece(index)
+        document, start, length, prefix, _ = self._row(index)
         spans = self.store.spans_of(document)
         return prefix if start or prefix or not len(spans) else min(int(spans[0, 0]), length)
 
@@ -201,12 +202,15 @@ class Documents:
     def fingerprint(self) -> str:
         """Sha256 that identifies the tokens of these documents, and which of them are targets."""
         digest = hashlib.sha256(f"{self.store.checksum} {self.train_on_prompt}".encode())
-        digest.update(np.ascontiguousarray(self.pieces).data)
+        items = self.pieces[:: self.size].copy()
+        items["length"] = self.lengths
+        digest.update(items.data)
         return digest.hexdigest()
 
     def take(self, indices: ArrayLike) -> Documents:
-        """These documents of the view, in this order."""
-        return self._view(self.pieces[np.asarray(indices, dtype=np.int64)])
+        """These items of the view, in this order."""
+        rows = np.asarray(indices, dtype=np.int64)[:, None] * self.size + np.arange(self.size)
+        return self._view(self.pieces[rows.ravel()])
 
     def hold_out(self, fraction: float, seed: int = 0) -> tuple[Documents, Documents]:
         """Two views, by document: the pieces of one document stay together. Order is kept.
@@ -218,7 +222,7 @@ class Documents:
         Raises:
             ValueError: a fraction above 0 of fewer than two documents.
         """
-        numbers = np.unique(self.pieces["document"])
+        numbers = np.unique(self._numbers)
         if fraction and len(numbers) < 2:
             raise ValueError(
                 f"data.validation={fraction}: {len(numbers)} document of {self.store.path} cannot be split in two; set"
@@ -226,8 +230,8 @@ class Documents:
             )
         count = min(max(round(len(numbers) * fraction), 1 if fraction else 0), max(len(numbers) - 1, 0))
         chosen = numbers[permutation(seed, _VALIDATION, len(numbers))[:count]]
-        second = np.isin(self.pieces["document"], chosen)
-        return self._view(self.pieces[~second]), self._view(self.pieces[second])
+        is_held = np.isin(self._numbers, chosen)
+        return self.take(np.flatnonzero(~is_held)), self.take(np.flatnonzero(is_held))
 
     def hold_out_end(self, fraction: float) -> tuple[Documents, Documents]:
         """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
@@ -257,15 +261,13 @@ class Documents:
         """Pieces of these documents: `cuts` numbers them, and its starts count from their first tokens.
 
         Raises:
-            ValueError: a document repeats tokens, or a part of a preference pair.
+            ValueError: a document repeats tokens, or is a part of a preference pair.
         """
-        mine = self.pieces[cuts["document"]]
+        if self.size > 1:
+            raise ValueError(f"{self.name(0)} is a preference pair, and a pair cannot be cut")
+        mine, pieces = self.pieces[cuts["document"]], cuts.copy()
         if mine["context"].any():
             raise ValueError("pieces with repeated tokens cannot be cut again")
-        if self.store.item_size > 1 and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
-            number = int(cuts["document"][shorter[0]])
-            raise ValueError(f"{self.name(number)} is a preference pair, and a pair cannot be cut")
-        pieces = cuts.copy()
         pieces["document"] = mine["document"]
         pieces["start"] += mine["start"]
         return self._view(pieces)
@@ -282,7 +284,7 @@ class Documents:
 
         Args:
             limit: most tokens of a document.
-            policy: for longer documents: `error`, a name in `POLICIES`, or `auto`: the store's own.
+            policy: for longer documents: `error`, a name in `EFFECTS`, or `auto`: the store's own.
             overlap: tokens that a piece of a split document repeats from the piece before.
             repeat_prompt: whether each piece of a split document begins with the document's prompt.
             min_prefix: a pair's common beginning of at least this number of tokens counts once; None = twice.
@@ -292,11 +294,11 @@ class Documents:
                 be shortened; `split` leaves no room for new tokens.
         """
         policy = self.store.header.overlong if policy == "auto" else policy
-        if policy not in ("error", *POLICIES):
-            raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
+        if policy not in ("error", *EFFECTS):
+            raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *EFFECTS))}")
         if limit < 1 or overlap < 0 or (policy == "split" and overlap >= limit):
             raise ValueError(f"data.overlap={overlap}: pieces of {limit:,} tokens repeat 0 to {limit - 1:,}")
-        are_pairs, long = self.store.item_size > 1, self._longer_than(limit, min_prefix)
+        are_pairs, long = self.size > 1, self._longer_than(limit, min_prefix)
         if not len(long):
             return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
         if policy == "error" or (are_pairs and policy != "drop"):
@@ -307,13 +309,13 @@ class Documents:
                 f" of {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the"
                 f" longest has {int(self.lengths.max()):,}): set data.overlong={policies}, or raise {_ROOM}"
             )
-        if are_pairs:
+        if policy == "drop":
             fitted = self.take(np.delete(np.arange(len(self)), long))
         else:
             prompt = np.zeros_like(self.lengths)
             if policy == "split" and repeat_prompt:
                 prompt[long] = self._repeated_prompts(long, limit, overlap)
-            fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
+            fitted = self._cut(CUTS[policy](self.lengths, limit, overlap, prompt))
         is_truncated = policy in ("truncate", "truncate_left")
         return fitted, FitReport(
             limit,
@@ -328,9 +330,9 @@ class Documents:
     def _longer_than(self, limit: int, min_prefix: int | None) -> Integers:
         """Numbers of the documents of more than `limit` tokens; see `fit`."""
         long = np.flatnonzero(self.lengths > limit)
-        if self.store.item_size == 1 or min_prefix is None:
+        if self.size == 1 or min_prefix is None:
             return long
-        pairs = self.store_numbers.reshape(-1, self.store.item_size)[long]
+        pairs = self.pieces["document"].reshape(-1, self.size)[long]
         trees = (PrefixTree.of(list(map(self.store.tokens_of, pair)), min_prefix) for pair in pairs.tolist())
         return long[np.array([tree.num_slots > limit for tree in trees], dtype=np.bool_)]
 

@@ -1,13 +1,13 @@
 """A mixture: documents of several sources in the shares of given weights, exactly, as one view.
 
-    weights 3 : 1, by documents           an epoch that shows all of B once
+    weights 3 : 1, documents of one size  an epoch that shows all of B once
     A  a0 a1                              a0 a1 a1 a0 a0 a1   (three times)
     B  b0 b1                              b0 b1
                                           a0 a1 b0 a1 a0 a0 b1 a1
 
 A mixture is a view of joined stores in which a document may occur several times, so that planning and resuming need no
 knowledge of it. The number of documents of each source follows from the weights in exact fractions; the choice of
-documents that are repeated or left out follows from the seed, and is the same in every epoch.
+documents that are repeated follows from the seed, and is the same in every epoch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 
-from multipack.data.text.skipped import counted
 from multipack.data.views.documents import Documents
 from multipack.planning.lengths import Integers
 from multipack.planning.steps import permutation
@@ -38,63 +36,55 @@ class Share:
     available: int  # its training documents (pieces, where long ones were split)
     documents: int  # documents in the epoch; repetitions count
     tokens: int  # their tokens
-    requested: float  # share of the mixture that the weights request, of documents or tokens
+    requested: float  # share of the tokens that the weights request
     actual: float  # share in the epoch
-    left_out: int  # documents that are not in the epoch
 
     def describe(self) -> str:
         """One line for the console."""
-        text = (
+        return (
             f"{self.documents:,} documents, {self.tokens:,} tokens: {self.actual:.2%} of the mixture (requested"
             f" {self.requested:.2%}), {self.documents / self.available:.2f} times its {self.available:,} documents"
         )
-        return text + (f"; {counted(self.left_out, 'documents')} left out" if self.left_out else "")
 
 
 def mix(
     sources: Sequence[Documents],
     names: Sequence[str],
     weights: Sequence[float] = (),
-    weigh_by: Literal["documents", "tokens"] = "tokens",
-    ends: Literal["all", "first"] = "all",
     seed: int = 0,
 ) -> tuple[Documents, tuple[Share, ...]]:
     """One epoch of a mixture, its sources evenly interleaved, and the share of each source.
 
-    `sources` are views of one store, none of them empty; `weights` are positive. With `ends="all"` the epoch is the
-    shortest that shows every document, with `first` the longest that repeats none; `seed` chooses the documents that
-    are repeated or left out. Without weights every document is shown once.
+    `sources` are views of one store, none of them empty; `weights` are positive shares of tokens. The epoch is the
+    shortest that shows every document; `seed` chooses those that are repeated. Without weights each is shown once.
 
-    Each source gives documents until its share of the epoch's documents or tokens is reached; the last document exceeds
-    the share by less than its own size.
+    Each source gives documents until its share of the epoch's tokens is reached; the last document exceeds the share by
+    less than its own size.
 
     Raises:
         ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.
     """
-    # (documents,) size of each document of each source, in the unit of the weights.
-    sizes = [np.ones_like(each.lengths) if weigh_by == "documents" else each.lengths for each in sources]
-    available = [int(each.sum()) for each in sizes]
+    available = [source.num_tokens for source in sources]
     # A weight is the decimal number that was written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights or available]
     requested = [weight / sum(exact) for weight in exact]
-    bound = max if ends == "all" else min
-    total = bound(size / share for size, share in zip(available, requested, strict=True))
+    total = max(size / share for size, share in zip(available, requested, strict=True))
     counts = [
-        _count_until(each, total * share, seed, number)
-        for number, (each, share) in enumerate(zip(sizes, requested, strict=True))
+        _count_until(source.lengths, total * share, seed, number)
+        for number, (source, share) in enumerate(zip(sources, requested, strict=True))
     ]
     if sum(counts) > MOST_DOCUMENTS:
         most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
         raise ValueError(
             f"data.weights request an epoch of {sum(counts):,} documents, in which {names[most]} is seen"
             f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
-            " weights to large stores, or set data.mixture_ends=first"
+            " weights to large stores"
         )
     chosen = [_repeated(len(sources[number]), count, seed, number) for number, count in enumerate(counts)]
     views = [source.take(documents) for source, documents in zip(sources, chosen, strict=True)]
     places = [(np.arange(count) + 0.5) / count for count in counts]
     mixed = Documents.joined(views).take(np.argsort(np.concatenate(places), kind="stable"))
-    actual = [int(each[documents].sum()) for each, documents in zip(sizes, chosen, strict=True)]
+    tokens = [view.num_tokens for view in views]
     shares = tuple(
         Share(
             name=names[number],
@@ -102,8 +92,7 @@ def mix(
             documents=len(view),
             tokens=view.num_tokens,
             requested=float(requested[number]),
-            actual=actual[number] / sum(actual),
-            left_out=max(len(source) - len(view), 0),
+            actual=tokens[number] / sum(tokens),
         )
         for number, (source, view) in enumerate(zip(sources, views, strict=True))
     )

@@ -1,4 +1,4 @@
-"""Policies for documents longer than a pack: each is one function and its row in `POLICIES`.
+"""Policies for documents longer than a pack: functions of `CUTS`, and dropping.
 
 limit 8         |AAAAAAAAAAAAAAAAAAA|BBBB|
 truncate        [AAAAAAAA]           [BBBB]      the first 8 tokens remain (truncate_left: the last 8)
@@ -58,12 +58,6 @@ def truncate_left(lengths: Integers, limit: int, *_: Any) -> Pieces:
     return pieces_of(np.arange(len(lengths)), np.maximum(lengths - limit, 0), np.minimum(lengths, limit))
 
 
-def drop(lengths: Integers, limit: int, *_: Any) -> Pieces:
-    """The documents of at most `limit` tokens."""
-    kept = np.flatnonzero(lengths <= limit)
-    return pieces_of(kept, 0, lengths[kept])
-
-
 def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | int = 0) -> Pieces:
     """Each document as pieces of at most `limit` tokens, in order; each of its targets is a target exactly once.
 
@@ -84,14 +78,20 @@ def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | in
     return pieces_of(owner, begin - repeated, prefix + repeated + new, prefix, prefix + repeated)
 
 
-POLICIES: dict[str, tuple[Callable[[Integers, int, int, Integers], Pieces], str]] = {
-    "truncate": (truncate, "truncated ({tokens:,} tokens)"),
-    "truncate_left": (truncate_left, "truncated at their beginning ({tokens:,} tokens)"),
-    "split": (split, "split into {pieces:,} pieces ({tokens:,} tokens repeated)"),
-    "drop": (drop, "dropped ({tokens:,} tokens)"),
+CUTS: dict[str, Callable[[Integers, int, int, Integers], Pieces]] = {
+    "truncate": truncate,
+    "truncate_left": truncate_left,
+    "split": split,
 }
 """`data.overlong` → function of (lengths, limit, overlap, prompt) that returns pieces, whose `document` is an index
-into the lengths; and its effect on longer documents as text, with `{pieces}` and `{tokens}` of the `FitReport`."""
+into the lengths."""
+EFFECTS = {
+    "truncate": "truncated ({tokens:,} tokens)",
+    "truncate_left": "truncated at their beginning ({tokens:,} tokens)",
+    "split": "split into {pieces:,} pieces ({tokens:,} tokens repeated)",
+    "drop": "dropped ({tokens:,} tokens)",
+}
+"""`data.overlong` → its effect on longer documents as text, with `{pieces}` and `{tokens}` of the `FitReport`."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class FitReport:
         """One line for the console; empty if nothing was done."""
         found = []
         if self.documents:
-            result = POLICIES[self.policy][1].format(pieces=self.pieces, tokens=self.tokens)
+            result = EFFECTS[self.policy].format(pieces=self.pieces, tokens=self.tokens)
             if self.cut_answers:
                 result = f"{result.removesuffix(')')}; targets cut off in {self.cut_answers:,})"
             found.append(counted(self.documents, f"documents longer than {self.limit:,} tokens {result}"))

@@ -15,7 +15,6 @@ beginning, too; then the pack has fewer slots than planned.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,16 +65,6 @@ class FlatTokens:
     lengths: Integers
 
     @classmethod
-    def of(cls, documents: Sequence[ArrayLike]) -> FlatTokens:
-        """Tokens of documents given as lists of token numbers."""
-        lengths = check_lengths([len(np.asarray(each)) for each in documents])
-        tokens = np.concatenate([np.asarray(each) for each in documents])
-        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() > LARGEST_TOKEN:
-            raise ValueError(f"tokens must be whole numbers from 0 to {LARGEST_TOKEN:,}")
-        dtype = np.uint16 if tokens.max() < 1 << 16 else np.uint32
-        return cls(tokens.astype(dtype), offsets_of(lengths)[:-1], lengths)
-
-    @classmethod
     def of_view(cls, documents: Documents) -> FlatTokens:
         """Tokens of a view; each preference pair gives two documents. One shard is not copied."""
         pieces, store = documents.pieces, documents.store
@@ -91,15 +80,10 @@ class FlatTokens:
             for shard, base in zip(store.shards, np.cumsum(sizes) - sizes, strict=True)
         ]
         begin = np.concatenate(bases)
-        if store.item_size > 1:
-            numbers = documents.store_numbers
-            starts, lengths = begin[numbers], store.lengths[numbers]
-        else:
-            starts, lengths = begin[pieces["document"]] + pieces["start"], documents.lengths
+        starts, lengths = begin[pieces["document"]] + pieces["start"], np.ascontiguousarray(pieces["length"])
         copied = np.flatnonzero(pieces["prefix"])  # pieces that repeat the prompt are not contiguous
         if len(copied):
             parts += [documents[number].tokens for number in copied.tolist()]
-            starts = starts.copy()
             starts[copied] = int(sizes.sum()) + offsets_of(lengths[copied])[:-1]
         return cls(parts[0] if len(parts) == 1 else np.concatenate(parts), starts, lengths)
 
@@ -196,7 +180,7 @@ class SharedPrefixes(ItemSource):
         Raises:
             ValueError: `pairs`, but the documents are not pairs; see the class.
         """
-        pairs = documents.store.item_size > 1
+        pairs = documents.size > 1
         if share == "pairs" and not pairs:
             raise ValueError(
                 "data.share_prefixes=pairs is about preference pairs, which these documents are not: use groups or all"
@@ -300,7 +284,7 @@ def _numbered(groups: ArrayLike, entries: int) -> Integers:
 
 def _groups_of(documents: Documents, tokens: FlatTokens) -> Integers:
     """(entries,) the group of each entry: neighbors with the same prompt share it."""
-    order = np.arange(0, len(tokens.starts), documents.store.item_size)
+    order = np.arange(0, len(tokens.starts), documents.size)
     common = tokens.common(order)
     prompts = np.array([documents.prompt_length(number) for number in range(len(documents))], dtype=np.int64)
     before = np.append(-1, prompts[:-1])

@@ -32,7 +32,7 @@ from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention import table
 from multipack.ops.attention.kernel import Limits
 from multipack.ops.attention.loop import FLOAT32_TOKENS
-from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
+from multipack.ops.attention.masks import check_window, document_mask, mask_4d
 from multipack.ops.attention.table import BACKENDS, Backend, find_backend
 from multipack.ops.autocast import in_autocast_dtype
 
@@ -44,7 +44,6 @@ __all__ = [
     "check_heads",
     "document_mask",
     "find_backend",
-    "first_visible",
     "mask_4d",
     "select",
 ]

@@ -1,10 +1,10 @@
-"""FlexAttention with a document mask whose blocks are computed from `first_visible`.
+"""FlexAttention with a document mask whose blocks are computed from `seen_until`.
 
-    documents        A A A B | B B B B | B B B B      blocks   `first_visible` never decreases, so the key blocks that
-    first visible    0 0 0 3 | 3 3 3 3 | 3 3 3 3      ◩ · ·    a block of queries needs are a range: from the block of
-                                                      ◩ ◩ ·    its first query's first key up to its own. A block left
-    ◩ partial block: pairs are masked                 ◩ ■ ◩    of the diagonal is full if it starts at or after its
-    ■ full block: no pair is masked                            last query's first key.
+    documents     A A A B | B B B B | B B B B      blocks   A block of keys is needed if one of them is seen from the
+    seen until    3 3 3 c | c c c c | c c c c      ◩ · ·    first query of a block or later, and full if all are seen
+                  (c = 12)                         ◩ ◩ ·    up to the last query. With a window the smallest and the
+    ◩ partial block: pairs are masked              ◩ ■ ◩    largest distance of two blocks decide, too.
+    ■ full block: no pair is masked
 
 torch's `create_block_mask` evaluates all T² pairs of tokens instead.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention.kernel import Limits
-from multipack.ops.attention.masks import first_visible, once_a_batch, tree_sees
+from multipack.ops.attention.masks import once_a_batch, pairs_of, seen_until
 
 if TYPE_CHECKING:  # torch >= 2.5; hosts import this module with torch 2.4
     from torch.nn.attention.flex_attention import BlockMask
@@ -51,47 +51,30 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
     Returns:
         A mask for (1, heads, T, D) queries and keys, on the batch's device, made without a synchronization.
     """
-    if batch.tree is not None:
-        return _tree_mask(batch, window)
-    first = first_visible(batch, window)
-    slots = first.shape[0]
-    blocks, last = _blocks(slots, first.device)
-    first_of_first = first[blocks * BLOCK_TOKENS]
-    first_of_last = first[last.clamp(max=slots - 1)]
-    needed = (blocks <= blocks[:, None]) & (blocks >= first_of_first[:, None] // BLOCK_TOKENS)
-    full = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= first_of_last[:, None])
+    from torch.nn.attention.flex_attention import BlockMask
 
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[query])
-
-    return _mask(needed, full, last, sees, slots)
-
-
-def _tree_mask(batch: PackedBatch, window: int | None) -> BlockMask:
-    """The mask of a pack whose documents share tokens.
-
-    A block of keys is needed if one of them is seen from the first query or later, and full if all are seen up to the
-    last query. With a window the smallest and the largest distance of two blocks decide, too.
-    """
-    assert batch.tree is not None
-    slots = batch.input_ids.shape[0]
-    blocks, last = _blocks(slots, batch.cu_seqlens.device)
-    least, most = _extremes(batch.tree.ends, blocks.shape[0])
-    needed = (blocks < blocks[:, None]) & (most > blocks[:, None] * BLOCK_TOKENS)
-    needed |= blocks == blocks[:, None]
-    full = (blocks < blocks[:, None]) & (least > last[:, None])
+    ends, places = seen_until(batch)
+    slots = ends.shape[0]
+    blocks = torch.arange((slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS, device=ends.device)
+    queries, before = blocks[:, None], blocks < blocks[:, None]
+    last = queries * BLOCK_TOKENS + BLOCK_TOKENS - 1
+    least, most = _extremes(ends, blocks.shape[0])
+    needed = before & (most > queries * BLOCK_TOKENS)
+    full = (
+        before & (least > last) & (last < slots)
+    )  # like torch: a block that extends past the end is never full
     if window is not None:
-        shallowest, deepest = _extremes(batch.position_ids, blocks.shape[0])
+        shallowest, deepest = _extremes(places, blocks.shape[0])
         needed &= shallowest[:, None] - deepest < window
         full &= deepest[:, None] - shallowest < window
-    sees = tree_sees(batch, window)
-    return _mask(needed, full, last, lambda _batch, _head, query, key: sees(query, key), slots)
-
-
-def _blocks(slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of the blocks of a pack, and the last slot of each (beyond the end in the last one)."""
-    blocks = torch.arange((slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS, device=device)
-    return blocks, blocks * BLOCK_TOKENS + BLOCK_TOKENS - 1
+    sees = pairs_of(batch, window)
+    return BlockMask.from_kv_blocks(
+        *_indices((needed | (blocks == queries)) & ~full),
+        *_indices(full),
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=lambda _batch, _head, query, key: sees(query, key),
+        seq_lengths=(slots, slots),
+    )
 
 
 def _extremes(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -99,24 +82,6 @@ def _extremes(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     last = x[-1:].expand(blocks * BLOCK_TOKENS - x.shape[0])
     whole = torch.cat([x, last]).view(blocks, BLOCK_TOKENS)
     return whole.amin(1), whole.amax(1)
-
-
-def _mask(needed: Tensor, full: Tensor, last: Tensor, sees: Callable[..., Tensor], slots: int) -> BlockMask:
-    """A mask of (blocks, blocks) of queries and keys: needed ones, of which some are full, and their pairs."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    full = full & (last[:, None] < slots)  # like torch: a block that extends past the end is never full
-    partial_count, partial_indices = _indices(needed & ~full)
-    full_count, full_indices = _indices(full)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_indices,
-        full_count,
-        full_indices,
-        BLOCK_SIZE=BLOCK_TOKENS,
-        mask_mod=sees,
-        seq_lengths=(slots, slots),
-    )
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,7 @@ The documents' bounds are read on the host once a pass; on a GPU this waits for 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from multipack.data.packs.batch import PackedBatch, PackedTree, rounded, without_tokens
+from multipack.data.packs.batch import PackedBatch, without_tokens
 from multipack.machine import import_extra
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import weighted
@@ -88,7 +87,7 @@ def attend(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    key_slots: Tensor | None = None,
+    packed: PackedBatch | None = None,
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -96,9 +95,8 @@ def attend(
 
     query is (B, H, Q, D), key (B, K, S, D), value (B, K, S, V); attention_mask is the result of `make_mask` or the
     user's dense mask; s_aux are (H,) attention sinks; cu_seq_lens_q and _k are both the starts of the documents in the
-    flattened rows, and their end; position_ids is (B, T) or (1, T). With key_slots (`PackedTree`), documents share
-    tokens: cu_seq_lens_q are bounds of nodes, cu_seq_lens_k of their paths. Other arguments are passed on to sdpa
-    attention.
+    flattened rows, and their end; position_ids is (B, T) or (1, T); packed is the row's batch if its documents share
+    tokens, and stands for the bounds. Other arguments are passed on to sdpa attention.
 
     Returns:
         (B, Q, H, V), and None in place of the weights.
@@ -114,9 +112,12 @@ def attend(
     if dense is not None:
         _check_dense(dense, query, key, position_ids, sliding_window, cu_seq_lens_q)
         batch = None
+    elif packed is not None:
+        _check_chunks(packed, rows)
+        batch = packed
     else:
         special = softcap is not None or s_aux is not None
-        bounds = cu_seq_lens_q, cu_seq_lens_k, key_slots
+        bounds = cu_seq_lens_q, cu_seq_lens_k
         batch = _documents(query, key, rows, bounds, position_ids, causal, special)
     if batch is not None:
         if not causal and rows is None:
@@ -195,7 +196,7 @@ def _documents(
     query: Tensor,
     key: Tensor,
     mask: RowMask | None,
-    bounds: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bounds: tuple[Tensor | None, Tensor | None],
     position_ids: Tensor | None,
     causal: bool,
     special: bool,
@@ -206,7 +207,7 @@ def _documents(
     too.
     """
     rows, slots = query.shape[0], query.shape[2]
-    given, keys, key_slots = bounds
+    given, keys = bounds
     if given is not None:
         if key.shape[2] != slots:
             refuse(
@@ -224,8 +225,6 @@ def _documents(
     limits = None if mask is None else (mask.starts, mask.window)
 
     def make() -> PackedBatch | None:
-        if given is not None and keys is not None and key_slots is not None:
-            return _tree(given.tolist(), keys, key_slots, mask)
         if given is not None:
             starts = _given_starts(given, keys, rows * slots)
         elif position_ids is not None:
@@ -271,39 +270,11 @@ def _with_chunks(starts: tuple[int, ...], mask: RowMask | None, slots: int) -> t
     return mask.starts
 
 
-def _tree(bounds: list[int], key_bounds: Tensor, key_slots: Tensor, mask: RowMask | None) -> PackedBatch:
-    """A pack without tokens whose documents share tokens, from the bounds of its nodes and of their paths."""
-    starts, slots, device = tuple(bounds[:-1]), bounds[-1], key_slots.device
-    if _with_chunks(starts, mask, slots) != starts:
+def _check_chunks(packed: PackedBatch, mask: RowMask | None) -> None:
+    """Refuse chunks of documents that share tokens."""
+    starts = tuple(accumulate(packed.lengths[:-1], initial=0))
+    if _with_chunks(starts, mask, packed.num_slots) != starts:
         refuse("chunked attention of documents that share tokens", "use data.share_prefixes=off")
-    lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    paths = tuple(stop - start for start, stop in pairwise(key_bounds.tolist()))
-    sizes, stops = torch.tensor(lengths), torch.tensor(bounds[1:])
-    # A slot's position is its place in its node's path.
-    before = (torch.tensor(paths) - stops).repeat_interleave(sizes, output_size=slots)
-    # A slot is seen up to the end of the last node that has it in its path.
-    seen_to = stops.repeat_interleave(torch.tensor(paths)).to(device)
-    ends = torch.zeros(slots, dtype=seen_to.dtype, device=device)
-    ends = ends.scatter_reduce(0, key_slots, seen_to, "amax").to(torch.int32)
-    nothing = torch.empty(0, dtype=torch.long, device=device)
-    tree = PackedTree(
-        key_slots=key_slots,
-        cu_seqlens_k=key_bounds,
-        max_seqlen_k=rounded(max(paths)),
-        lengths_k=paths,
-        ends=ends,
-        loss_slots=nothing,
-        target_rows=nothing,
-        target_bounds=nothing,
-        last_slots=nothing,
-    )
-    return replace(
-        without_tokens(bounds, device),
-        lengths=lengths,
-        longest=max(paths),
-        position_ids=(torch.arange(slots) + before).to(device),
-        tree=tree,
-    )
 
 
 def _window(mask: RowMask | None, given: int | None, longest: int) -> int | None:

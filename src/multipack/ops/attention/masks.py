@@ -1,16 +1,13 @@
-"""Masks, and the kernel `dense` that uses one. All are computed from the first slot that each slot sees.
+"""Masks, and the kernel `dense` that uses one. All are computed from the slot up to which each slot is seen.
 
     documents        A A A B B          cu_seqlens 0 3 5
-    first visible    0 0 0 3 3          slot i sees first[i] … i
-    with window=2    0 0 1 3 3
+    ends             3 3 3 5 5          slot i is seen from i … ends[i] − 1
+
+    nodes            p p p a a b        documents p p p a a and p p p b, which share tokens
+    ends             6 6 6 5 5 6        (`PackedTree.ends`)
 
 These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
 computed on the device of `cu_seqlens`, without a synchronization.
-
-Where documents share tokens, the slots that a slot sees are not a range, but the slots that see it are:
-
-    nodes            p p p a a b        documents p p p a a and p p p b
-    ends             6 6 6 5 5 6        slot i is seen from i … ends[i] − 1 (`PackedTree.ends`)
 """
 
 from __future__ import annotations
@@ -29,28 +26,42 @@ from multipack.ops.attention.kernel import Limits
 Made = TypeVar("Made")
 
 
-def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
-    """The first slot that each slot sees; it sees every slot from there up to itself.
-
-    Args:
-        batch: holds the documents' bounds, `cu_seqlens`.
-        window: tokens that each slot sees, itself included; None = its whole document up to itself.
+def seen_until(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """For each slot: the end of the slots that see it, and its position, from which windows count.
 
     Returns:
-        (T,) in the dtype of `cu_seqlens`, on its device.
-
-    Raises:
-        ValueError: documents share tokens, so that a slot does not see a range.
+        Two (T,) tensors on the device of `cu_seqlens`; positions are comparable inside a document.
     """
     if batch.tree is not None:
-        raise ValueError(
-            "the documents of this pack share tokens: use document_mask, or data.share_prefixes=off"
-        )
+        return batch.tree.ends, batch.position_ids
+    documents, slots = _documents(batch)
+    return batch.cu_seqlens[documents + 1], slots
+
+
+def pairs_of(batch: PackedBatch, window: int | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of slots of queries and slots of keys: whether a query sees a key, as bool."""
+    if (
+        batch.tree is None
+    ):  # a query sees a range, which holds the window too: compiled code is that of any window
+        documents, slots = _documents(batch)
+        starts = batch.cu_seqlens[documents]
+        first = starts if window is None else torch.maximum(starts, slots - (window - 1))
+        return lambda query, key: (key <= query) & (key >= first[query])
+    ends, depths = batch.tree.ends, batch.position_ids
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query < ends[key])
+        return seen if window is None else seen & (depths[query] - depths[key] < window)
+
+    return sees
+
+
+def _documents(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """(T,) number of each slot's document, and (T,) numbers of the slots."""
     starts = batch.cu_seqlens
-    positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
+    slots = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
     # T, at the end of cu_seqlens, is greater than every slot: bucketize finds the end of a document.
-    first = starts[torch.bucketize(positions, starts, right=True) - 1]
-    return first if window is None else torch.maximum(first, positions - (window - 1))
+    return torch.bucketize(slots, starts, right=True) - 1, slots
 
 
 def document_mask(batch: PackedBatch, window: int | None = None, causal: bool = True) -> Tensor:
@@ -60,26 +71,9 @@ def document_mask(batch: PackedBatch, window: int | None = None, causal: bool = 
         (T, T) bool on the batch's device: row i, column j is True where token i sees token j. T² bytes, 1 GiB
         at T = 32,768: for tests and comparison.
     """
-    if batch.tree is not None:
-        slots = torch.arange(batch.input_ids.shape[0], device=batch.cu_seqlens.device)
-        return tree_sees(batch, window)(slots[:, None], slots)
-    first = first_visible(batch, window)
-    if not causal:
-        return first[:, None] == first
-    positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
-    return (positions >= first[:, None]) & (positions <= positions[:, None])
-
-
-def tree_sees(batch: PackedBatch, window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of slots of queries and slots of keys: whether a query of a tree sees a key, as bool."""
-    assert batch.tree is not None
-    ends, depths = batch.tree.ends, batch.position_ids
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) & (query < ends[key])
-        return seen if window is None else seen & (depths[query] - depths[key] < window)
-
-    return sees
+    slots = torch.arange(batch.input_ids.shape[0], device=batch.cu_seqlens.device)
+    seen = pairs_of(batch, window)(slots[:, None], slots)
+    return seen if causal else seen | seen.t()
 
 
 def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:

@@ -16,8 +16,9 @@ from multipack.shapes import RotationLimit
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
     """Arguments of the forward pass of a model of transformers whose attention function is "multipack".
 
-    `key_slots` is one of them if documents share tokens. Code that does more with neighboring tokens than attention
-    (convolutions, recurrent layers) is not for such packs; `seq_idx` has the number of each slot's document, or node.
+    `packed`, the batch itself, is one of them if documents share tokens. Code that does more with neighboring tokens
+    than attention (convolutions, recurrent layers) is not for such packs; `seq_idx` has the number of each slot's
+    document, or node.
     """
     bounds, tree = batch.cu_seqlens, batch.tree
     slots = torch.arange(batch.num_slots, device=bounds.device)
@@ -31,7 +32,7 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
         "max_length_k": batch.max_seqlen if tree is None else tree.max_seqlen_k,
         "seq_idx": torch.bucketize(slots, bounds[1:], right=True, out_int32=True)[None],
     }
-    return inputs if tree is None else inputs | {"key_slots": tree.key_slots}
+    return inputs if tree is None else inputs | {"packed": batch}
 
 
 def check_rotations(

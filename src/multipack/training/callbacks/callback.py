@@ -1,30 +1,22 @@
-"""Base class of callbacks, and the list of a run's callbacks as one.
+"""Base class of callbacks; the loop calls each hook of all of them in order.
 
     before_step ▸ [forward, backward ▸ micro_batch]… ▸ gradient ▸ clip ▸ accept ▸ optimizer ▸ after_step ▸ record
-                                                                       evaluation ▸ weight_sets ▸ stop_reason, sample
+                                                                       evaluation ▸ stop_reason, sample
 
 Every rank has the same callbacks. `accept` and `stop_reason` decide about the run, so they must be functions of values
 that are equal on all ranks.
 
 A callback must not read values of the device in `micro_batch` or `after_step`, because the host would wait for it. Only
-`layer_norms` and `gradient_noise`, off by default, read them in `gradient`: the host waits twice a step.
+`gradient_noise`, off by default, reads them in `gradient`: the host waits twice a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from multipack.parallel.engine import Engine
-from multipack.parallel.state import StateSource
-
-Fill = Callable[[Mapping[str, Tensor]], None]
-"""Copies the values of a checkpoint into tensors, by name."""
 
 
 class RunStopped(RuntimeError):
@@ -40,8 +32,6 @@ class Callback:
 
     name = "callback"
     """Key of its state in checkpoints; unique in a run."""
-    legend: Mapping[str, str] = {}
-    """Metrics that it adds to records → their meaning."""
     saved: Sequence[str] = ()
     """Names of attributes that are part of checkpoints; their values are JSON."""
 
@@ -80,17 +70,9 @@ class Callback:
     def sample(self, step: int, text: str) -> None:
         """Called with the generated text of an evaluation; on rank 0 only."""
 
-    def weight_sets(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
-        """Further weights to evaluate: pairs of a suffix for `val_loss` and a context in which the model has them."""
-        return []
-
     def stop_reason(self, step: int, val_loss: float) -> str:
         """Called with a validation loss, equal on every rank. Returns why the run should stop; empty = continue."""
         return ""
-
-    def ending(self) -> Mapping[str, Any]:
-        """Entries for the record of the end of this process, in history.jsonl."""
-        return {}
 
     def state(self) -> dict[str, Any]:
         """Values for a checkpoint, as JSON."""
@@ -101,90 +83,5 @@ class Callback:
         for name in self.saved:
             setattr(self, name, deepcopy(state[name]))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint."""
-        return {}
-
-    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: Engine) -> None:
-        """Restore what `tensors()` returned.
-
-        Args:
-            shapes: names and global shapes of the saved tensors of all ranks.
-            fill: copies saved values into tensors of these names; collective.
-            engine: its parameters show how tensors are distributed.
-        """
-
     def close(self, failed: bool) -> None:
         """Called at the end of the run; `failed` is True if an exception ended it."""
-
-
-def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
-
-
-COMBINE: dict[str, Callable[[list[Any]], Any]] = {
-    "gradient": _union,
-    "ending": _union,
-    "accept": all,
-    "weight_sets": lambda parts: list(chain.from_iterable(parts)),
-    "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
-}
-"""Hook → how the results of several callbacks become one; other hooks have no results."""
-
-
-class Callbacks:
-    """The callbacks of a run as one: each hook calls all of them in order and combines their results."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._all = list(callbacks)
-        names = [callback.name for callback in self._all]
-        assert len(set(names)) == len(names), names
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._all)
-
-    def __getattr__(self, hook: str) -> Callable[..., Any]:
-        if not callable(getattr(Callback, hook, None)):
-            raise AttributeError(hook)
-        combine: Callable[[list[Any]], Any] = COMBINE.get(hook, lambda results: None)
-        hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
-        return lambda *arguments: combine([call(*arguments) for call in hooks])
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """Metrics of all callbacks → their meaning."""
-        return _union(callback.legend for callback in self._all)
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Name of callback → its state; callbacks without state are left out."""
-        found = {callback.name: callback.state() for callback in self._all}
-        return {name: state for name, state in found.items() if state}
-
-    def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `states()` returned; a callback that is not in it starts anew."""
-        for callback in self._all:
-            if callback.name in states:
-                callback.load_state(states[callback.name])
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """Tensors of all callbacks, as `<callback>.<name>`."""
-        return {
-            f"{callback.name}.{name}": tensor
-            for callback in self._all
-            for name, tensor in callback.tensors().items()
-        }
-
-    def load_all_tensors(self, source: StateSource, engine: Engine) -> None:
-        """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
-        saved = source.shapes("callbacks")
-        for callback in self._all:
-            prefix = f"{callback.name}."
-            shapes = {
-                name.removeprefix(prefix): shape for name, shape in saved.items() if name.startswith(prefix)
-            }
-
-            def fill(tensors: Mapping[str, Tensor], prefix: str = prefix) -> None:
-                source.fill("callbacks", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
-
-            if shapes:
-                callback.load_tensors(shapes, fill, engine)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from multipack.training.callbacks.callback import Callback, RunStopped
-from multipack.training.metrics import SOMETIMES
 
 DECAY = 0.98
 """Decay of the statistics per step: they cover about 50 steps."""
@@ -16,6 +15,8 @@ WARM_UP = 20
 """Number of steps in the statistics before a step can be a spike."""
 MOST_IN_A_ROW = 10
 """Stop after this many consecutive skipped steps."""
+FACTOR = 6.0
+"""Standard deviations above the recent mean that count as a jump."""
 SMALLEST_DEVIATION = 1e-3
 """Lower limit of the deviation, relative to the mean: rounding must not make a spike of a nearly constant loss."""
 
@@ -43,18 +44,14 @@ class RunningMoments:
 class SpikeGuard(Callback):
     """Compares the loss and gradient norm of every step with the recently applied steps.
 
-    A step is a spike if either is more than `factor` standard deviations above its recent mean. Skipped steps do not
+    A step is a spike if either is more than `FACTOR` standard deviations above its recent mean. Skipped steps do not
     enter the statistics, so that a long spike does not become normal.
     """
 
     name = "spikes"
-    legend: Mapping[str, str] = {"skipped": SOMETIMES["skipped"]}
 
-    def __init__(
-        self, action: Literal["skip", "stop"], factor: float, report: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, action: Literal["skip", "stop"], report: Callable[[str], None] = print) -> None:
         self.action = action
-        self.factor = factor
         self.skipped = 0
         self._report = report
         self._in_a_row = 0
@@ -76,15 +73,14 @@ class SpikeGuard(Callback):
         reason = f"step {step} is a spike: {' and '.join(jumps)}"
         if self.action == "stop":
             raise RunStopped(
-                f"{reason}; the step was not applied, and train.spike=stop ends the run. Lower optimizer.lr, use"
-                " train.spike=skip to skip such steps, or raise train.spike_factor"
+                f"{reason}; the step was not applied, and train.spike=stop ends the run. Lower optimizer.lr, or use"
+                " train.spike=skip to skip such steps"
             )
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunStopped(
-                f"{reason}; train.spike=skip has skipped {self._in_a_row} consecutive steps. Lower optimizer.lr, or"
-                " raise train.spike_factor"
+                f"{reason}; train.spike=skip has skipped {self._in_a_row} consecutive steps. Lower optimizer.lr"
             )
         self._report(f"{reason}; the step was skipped ({self.skipped} so far)")
         return False
@@ -93,12 +89,12 @@ class SpikeGuard(Callback):
         """How a value exceeds its limit, for a message; empty if it does not."""
         moments = self._moments[name]
         deviation = max(math.sqrt(moments.variance), SMALLEST_DEVIATION * abs(moments.mean))
-        limit = moments.mean + self.factor * deviation
+        limit = moments.mean + FACTOR * deviation
         if moments.count < WARM_UP or value <= limit:
             return ""
         return (
             f"{name} {value:.4g} is above {limit:.4g} (recent mean {moments.mean:.4g}"
-            f" + {self.factor:g} x {deviation:.3g})"
+            f" + {FACTOR:g} x {deviation:.3g})"
         )
 
     def state(self) -> dict[str, Any]:

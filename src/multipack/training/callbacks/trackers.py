@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -48,11 +48,6 @@ class TrackedRun:
         return self.config.name or self.path.resolve().name
 
     @property
-    def folder(self) -> Path:
-        """Folder of trackers' files."""
-        return Path(self.config.folder or self.path)
-
-    @property
     def flat_settings(self) -> dict[str, str]:
         """Settings by their full names, `group.key`, as text."""
         return {name: str(value) for name, value in flatten(dict(self.settings)).items()}
@@ -75,15 +70,13 @@ class Tracker(Protocol):
 
 
 class TensorboardTracker:
-    """Event files in `<folder>/tensorboard`: `tensorboard --logdir RUN`. Repeated steps of a resumed run are hidden."""
+    """Event files in `RUN/tensorboard`: `tensorboard --logdir RUN`. Repeated steps of a resumed run are hidden."""
 
     run_id = ""
 
     def __init__(self, run: TrackedRun) -> None:
-        folder = run.folder / "tensorboard"
-        folder = folder if run.folder == run.path else folder / run.name
         writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder), purge_step=run.step)
+        self._writer = writer(str(run.path / "tensorboard"), purge_step=run.step)
         lines = [f"{key}: {value}" for key, value in run.flat_settings.items()]
         self._writer.add_text("config", _verbatim("\n".join(lines)), run.step)
 
@@ -102,11 +95,10 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases: a run online, or its files in `<folder>/wandb` for `wandb sync`."""
+    """Weights & Biases: a run online, or its files in `RUN/wandb` for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._wandb: Any = import_module("wandb")
-        run.folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=run.config.project,
             entity=run.config.entity or None,
@@ -115,7 +107,7 @@ class WandbTracker:
             id=run.run_id or None,
             resume="allow" if run.run_id else None,
             mode=run.config.mode,
-            dir=run.folder,
+            dir=run.path,
             config=dict(run.settings),
             allow_val_change=bool(run.run_id),  # a resumed run may have other settings
         )
@@ -138,18 +130,17 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads.
+    """MLflow: a run on the configured server, or in `RUN/mlflow.db`; metrics are sent by mlflow's threads.
 
     Settings are parameters of the run; settings that a resumed run changes are tags.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
-        run.folder.mkdir(parents=True, exist_ok=True)
         if run.config.mode == "offline":
-            self._mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
+            self._mlflow.set_tracking_uri(f"sqlite:///{(run.path / 'mlflow.db').resolve()}")
             if self._mlflow.get_experiment_by_name(run.config.project) is None:
-                artifacts = str((run.folder / "mlflow-artifacts").resolve())
+                artifacts = str((run.path / "mlflow-artifacts").resolve())
                 self._mlflow.create_experiment(run.config.project, artifact_location=artifacts)
         self._mlflow.set_experiment(run.config.project)
         tags = {"group": run.config.group} if run.config.group else None
@@ -266,26 +257,18 @@ class Tracking(Callback):
     def close(self, failed: bool) -> None:
         """Close the trackers that began."""
         for name, tracker in self._begun.items():
-            try:
-                tracker.close(failed)
-            except Exception as error:
-                self._report_failure(name, error)
+            with self._reported(name):
+                tracker.close(failed or name in self._failed)
         self._begun.clear()
 
     def _forward(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name in self._run.config.to:
             if name in self._failed:
                 continue
-            try:
+            with self._reported(name):
                 if name not in self._begun:
                     self._begun[name] = self._begin(name, step)
                 call(self._begun[name])
-            except Exception as error:
-                self._report_failure(name, error)
-                self._failed.add(name)
-                if name in self._begun:
-                    with suppress(Exception):
-                        self._begun.pop(name).close(True)
 
     def _begin(self, name: str, step: int) -> Tracker:
         saved = self.run_ids.get(name)
@@ -294,8 +277,15 @@ class Tracking(Callback):
         self.run_ids[name] = tracker.run_id
         return tracker
 
-    def _report_failure(self, name: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        self._report(
-            f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
-        )
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """Context whose first error is printed; the tracker gets no more records."""
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if name not in self._failed:
+                self._report(
+                    f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
+                )
+            self._failed.add(name)

@@ -1,4 +1,4 @@
-"""Statistics of a step's gradient: norms per layer, and the gradient noise scale."""
+"""The gradient noise scale."""
 
 from __future__ import annotations
 
@@ -10,47 +10,6 @@ from torch import Tensor
 
 from multipack.parallel.engine import Engine
 from multipack.training.callbacks.callback import Callback
-
-
-def trainable(engine: Engine) -> dict[str, Tensor]:
-    """This rank's parameters that are trained, by name."""
-    return {name: tensor for name, tensor in engine.parameters.items() if tensor.requires_grad}
-
-
-class LayerNorms(Callback):
-    """Norms of gradients and weights per layer.
-
-    Metrics are `grad_norm/<layer>` and `weight_norm/<layer>` for `embedding`, `blocks.0`, …, `norm`, `head`, before
-    clipping and before the step is applied. The squares of the gradient norms sum to the square of `grad_norm`. There
-    are none for a gradient that overflowed in fp16.
-    """
-
-    name = "layer_norms"
-    legend: Mapping[str, str] = {
-        "grad_norm/LAYER": "norm of the gradient of a block, of the embedding or the head, before clipping",
-        "weight_norm/LAYER": "norm of its weights",
-    }
-
-    @torch.no_grad()
-    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
-        """See `Callback`."""
-        gradients = engine.squared_norms(engine.gradients())
-        weights = engine.squared_norms({name: engine.parameters[name] for name in engine.gradients()})
-        if not math.isfinite(sum(gradients.values())):
-            return {}
-        trained = [name for name, square in gradients.items() if square or weights[name]]
-        found: dict[str, float] = {}
-        for kind, squares in (("grad_norm", gradients), ("weight_norm", weights)):
-            for name in trained:
-                key = f"{kind}/{layer_of(name)}"
-                found[key] = found.get(key, 0.0) + squares[name]
-        return {key: math.sqrt(square) for key, square in found.items()}
-
-
-def layer_of(name: str) -> str:
-    """The layer of a parameter: `blocks.3` for `blocks.3.attention.query.weight`, else the first part of its name."""
-    first, *more = name.split(".")
-    return f"{first}.{more[0]}" if more and more[0].isdigit() else first
 
 
 class GradientNoise(Callback):
@@ -70,9 +29,6 @@ class GradientNoise(Callback):
     """
 
     name = "gradient_noise"
-    legend: Mapping[str, str] = {
-        "gradient_noise": "gradient noise scale, in targets: larger steps than this help little"
-    }
     saved = ("steps", "means")
     decay = 0.99
     """Decay of the moving averages per step."""

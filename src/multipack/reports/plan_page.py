@@ -1,4 +1,4 @@
-"""Values of the pictures of a plan: packs beside padded batches, cost over ranks, lengths, measures; and its page."""
+"""The page of a plan: packs beside padded batches, cost over ranks, lengths and measures, drawn by `plan_page.js`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,11 @@ MOST_ROWS = 64
 
 
 def plan_view(
-    made: Plan, found: PlanReport, step: int, batch_size: int, padded_share: float, command: str
+    made: Plan, found: PlanReport, batch_size: int, padded_share: float, command: str
 ) -> dict[str, Any]:
-    """The values that pictures and pages of a plan show.
+    """The values that the page of a plan, with its report, shows.
 
-    Args:
-        made: the plan.
-        found: its report, with the number of ranks and their sync points.
-        step: the first step whose packs are drawn; −1 = the last.
-        batch_size: documents of a padded batch.
-        padded_share: share of tokens in padded batches of the whole epoch.
-        command: the command that trains with this plan.
+    `padded_share` is the share of tokens in padded batches of the whole epoch, `command` trains with this plan.
     """
     packs = f"{found.packs:,} packs of {made.capacity:,} tokens (at least {found.minimum_packs:,})"
     steps = f"{found.steps:,} steps (at least {found.minimum_steps:,})"
@@ -59,8 +53,8 @@ def plan_view(
         "ranks": found.data_parallel_size,
         "padded_share": padded_share,
         "batch_size": batch_size,
-        "blocks": _blocks(made, step, batch_size),
-        "trees": _trees(made, step),
+        "blocks": _blocks(made, batch_size),
+        "trees": _trees(made),
         "heat": _heat(made, found),
         "histogram": _histogram(made),
         "dials": _dials(made, found),
@@ -68,17 +62,14 @@ def plan_view(
     }
 
 
-def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
+def _blocks(made: Plan, batch_size: int) -> dict[str, Any]:
     """Documents of some packs: their places in the packs, and in padded batches in the order of the epoch.
 
     Of each document: length, tokens that no other document of its item has, place in the order, pack, and the slots
     below it in the pack; of each padded batch: its longest document.
     """
-    first = step % made.num_steps
-    stop = first + 1
-    while stop < made.num_steps and made.step_offsets[stop] - made.step_offsets[first] < FEWEST_PACKS:
-        stop += 1
-    packs = np.arange(made.step_offsets[first], made.step_offsets[stop])
+    steps = min(int(np.searchsorted(made.step_offsets, FEWEST_PACKS)), made.num_steps)
+    packs = np.arange(made.step_offsets[steps])
     starts, ends = made.pack_offsets[packs], made.pack_offsets[packs + 1]
     drawn = len(packs)
     if (count := int((ends - starts).sum())) > MOST_DOCUMENTS:
@@ -90,15 +81,14 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     ]
     found = [_documents(made, each) for each in places]
     pack_of = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
-    lengths, added, _, order = (np.concatenate(each) for each in zip(*found, strict=True))
-    below = [np.cumsum(each[2]) - each[2] for each in found]
+    lengths, added, order = (np.concatenate(each) for each in zip(*found, strict=True))
+    below = [np.cumsum(each) - each for _, each, _ in found]
     place = np.argsort(np.argsort(order, kind="stable"))
     in_order = lengths[np.argsort(place)]
     longest = np.maximum.reduceat(in_order, np.arange(0, len(in_order), batch_size))
     widths = np.minimum(batch_size, len(in_order) - batch_size * np.arange(len(longest)))
     return {
-        "first_step": first,
-        "last_step": stop - 1,
+        "steps": steps,
         "packs": drawn,
         "all_packs": len(packs),
         "length": lengths.tolist(),
@@ -111,19 +101,19 @@ def _blocks(made: Plan, step: int, batch_size: int) -> dict[str, Any]:
     }
 
 
-def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-    """Length, added tokens, slots and place in the epoch's order of the documents at `places` of `made.order`."""
+def _documents(made: Plan, places: Integers) -> tuple[Integers, Integers, Integers]:
+    """Length, added tokens and place in the epoch's order of the documents at `places` of `made.order`."""
     items, inside = made.items, made.order[places]
     lengths, added = items.lengths[items.documents(inside)], items.added(inside)
-    return lengths, added, made.options.slots(added), items.places(made.division.entries[places])
+    return lengths, added, items.places(made.division.entries[places])
 
 
-def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
-    """The nodes of the first packs of a step, if documents share their beginnings."""
+def _trees(made: Plan) -> list[dict[str, Any]]:
+    """The nodes of the first packs, if documents share their beginnings."""
     if not isinstance(made.items, SharedItems):
         return []
     trees = []
-    for pack in islice(made.packs(step), MOST_TREES):
+    for pack in islice(made.packs(0), MOST_TREES):
         rows = rows_of(made.items, pack)
         drawn = rows[:MOST_ROWS]
         trees.append(
@@ -133,7 +123,7 @@ def _trees(made: Plan, step: int) -> list[dict[str, Any]]:
                 "tokens": sum(row.length for row in rows),
                 "slots": int(made.slots[pack].sum()),
                 "deepest": max(row.length for row in drawn),
-                "nodes": [list(node) for node in nodes_of(drawn)],
+                "nodes": nodes_of(drawn),
             }
         )
     return trees
@@ -145,22 +135,17 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
     `cost` is (steps, micro-batches, ranks). `slowest` (steps,) is the cost of a step's slowest ranks over the
     mean of all ranks, `least` its proven lower bound.
     """
-    ranks, sync, micro_batches = (
-        found.data_parallel_size,
-        found.sync,
-        made.micro_batches(found.data_parallel_size),
-    )
+    ranks, sync = found.data_parallel_size, found.sync
+    micro_batches = made.micro_batches(ranks)
     costs = made.costs(np.arange(len(made.slots)))
     steps = evenly_spaced(made.num_steps, min(MOST_STEPS, max(MOST_CELLS // (ranks * micro_batches), 4)))
-    cells, marks, waits, least = [], [], [], []
+    cells, waits, least = [], [], []
     for step in steps.tolist():
         dealt = made.deal(step, ranks, sync)
-        packs = dealt.totals(costs)
+        packs, inside = dealt.totals(costs), dealt.order
         mean = int(packs.sum()) / ranks
-        inside = dealt.order
         bound = least_step_cost(made.slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
         cells.append(packs.reshape(micro_batches, ranks))
-        marks.append(int(np.argmax(packs.reshape(micro_batches, ranks).sum(axis=0))))
         waits.append(float(rank_loads(packs, ranks, sync).max(axis=1).sum()) / mean)
         least.append(min(bound / mean, waits[-1]))
     table = np.stack(cells)
@@ -168,7 +153,7 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
         "steps": steps.tolist(),
         "micro_batches": micro_batches,
         "cost": np.round(table / max(table.mean(), 1e-300), 3).tolist(),
-        "slowest_rank": marks,
+        "slowest_rank": table.sum(axis=1).argmax(axis=1).tolist(),
         "slowest": waits,
         "least": least,
     }
@@ -177,36 +162,32 @@ def _heat(made: Plan, found: PlanReport) -> dict[str, Any]:
 def _histogram(made: Plan) -> dict[str, Any]:
     """Documents by length, in bars of equal width on a logarithmic axis."""
     lengths = made.lengths[made.document_order]
-    low, high = int(lengths.min()), int(lengths.max())
-    edges = np.unique(np.round(np.geomspace(low, high + 1, BINS + 1)).astype(np.int64))
-    counts, _ = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, low + 1]))
-    return {"edges": edges.tolist() if len(edges) > 1 else [low, low + 1], "counts": counts.tolist()}
+    edges = np.geomspace(lengths.min(), lengths.max() + 1, BINS + 1)
+    counts, edges = np.histogram(lengths, np.unique(np.round(edges).astype(np.int64)))
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
     """Fill, balance and randomness as positions from 0 to 1, with ceilings, marks of the scale, and text."""
+    ranks, window, moved = found.data_parallel_size, made.options.window, found.displacement_p99
     best = found.tokens / (max(found.minimum_steps, 1) * made.packs_per_step * made.capacity)
     best = min(best, max(found.tokens / found.minimum_slots, 1.0))
     filled = "real tokens over slots" if found.slots < found.tokens else "of the slots hold tokens"
-    marks = [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)]
-    fill = {
-        "name": "fill",
-        "value": nines(found.efficiency),
-        "ceiling": nines(best),
-        "shown": f"{100 * found.efficiency:.2f} %",
-        "text": f"{filled}; ceiling {100 * best:.2f} %",
-        "marks": marks,
-    }
-    balance = {
-        "name": "balance",
-        "value": nines(found.cost_utilization),
-        "ceiling": nines(found.cost_utilization_ceiling),
-        "shown": f"{100 * found.cost_utilization:.2f} %",
-        "text": f"mean cost of {found.data_parallel_size} ranks over maximum; ceiling"
-        f" {100 * found.cost_utilization_ceiling:.2f} %",
-        "marks": marks,
-    }
-    moved, window = found.displacement_p99, made.options.window
+    shares = [("fill", found.efficiency, best, filled)]
+    if ranks > 1:
+        balance = f"mean cost of {ranks} ranks over maximum"
+        shares += [("balance", found.cost_utilization, found.cost_utilization_ceiling, balance)]
+    dials = [
+        {
+            "name": name,
+            "value": nines(value),
+            "ceiling": nines(ceiling),
+            "shown": f"{100 * value:.2f} %",
+            "text": f"{text}; ceiling {100 * ceiling:.2f} %",
+            "marks": [[nines(share), f"{100 * share:g}"] for share in (0.0, 0.9, 0.99, 0.999)],
+        }
+        for name, value, ceiling, text in shares
+    ]
     most = 2 * max(window, 1)
     randomness = {
         "name": "randomness",
@@ -216,7 +197,7 @@ def _dials(made: Plan, found: PlanReport) -> list[dict[str, Any]]:
         "text": f"99 % of the documents are at most this far from their random place; line: window {window}",
         "marks": [[0.0, f"{most}"], [1.0, "0"]],
     }
-    return [fill, *([balance] if found.data_parallel_size > 1 else []), randomness]
+    return [*dials, randomness]
 
 
 def nines(share: float) -> float:
@@ -225,12 +206,6 @@ def nines(share: float) -> float:
 
 
 def plan_page(view: dict[str, Any], title: str, rows: Sequence[tuple[str, str]]) -> bytes:
-    """The HTML page of a plan: its picture, an animation of documents that fall into packs, and its report.
-
-    Args:
-        view: values of `plan_view`.
-        title: heading of the page.
-        rows: (name, text) of the plan's report.
-    """
+    """The HTML page of a `plan_view` and of the rows of the plan's report."""
     more = {"title": title, "rows": rows, "made": f"multipack {multipack.__version__}"}
     return web_page(f"{title} · multipack", "plan_page.js", view | more)

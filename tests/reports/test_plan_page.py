@@ -1,27 +1,27 @@
-"""`multipack plan --picture FILE`: the values that are drawn, against the plan itself, and the files."""
+"""`multipack plan --picture FILE`: the values that are drawn, against the plan itself, and the page."""
 
 import json
 import re
-import xml.dom.minidom
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from flat_tokens import flat_tokens
 from multipack.cli import app
 from multipack.data.views.prefix_tree import PrefixTree
-from multipack.data.views.shared_prefixes import FlatTokens, SharedPrefixes
+from multipack.data.views.shared_prefixes import SharedPrefixes
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report
-from multipack.reports.plan_view import MOST_DOCUMENTS, nines, plan_view
+from multipack.reports.plan_page import MOST_DOCUMENTS, nines, plan_view
 from multipack.reports.trees import nodes_of, rows_of
 
 
-def _view(lengths, ranks=4, step=0, **options):
+def _view(lengths, ranks=4, **options):
     made = plan(lengths, **{"capacity": 2048, "packs_per_step": 8, **options})
-    return made, plan_view(made, report(made, ranks), step, 8, 0.5, "multipack train")
+    return made, plan_view(made, report(made, ranks), 8, 0.5, "multipack train")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,10 @@ def lengths():
 
 
 def test_blocks_are_the_packs_and_the_padded_batches(lengths):
-    made, view = _view(lengths, step=1)
+    made, view = _view(lengths)
     blocks = view["blocks"]
-    packs = [
-        pack for step in range(blocks["first_step"], blocks["last_step"] + 1) for pack in made.packs(step)
-    ]
-    assert (blocks["first_step"], blocks["packs"]) == (1, len(packs)) == (1, 24)
+    packs = [pack for step in range(blocks["steps"]) for pack in made.packs(step)]
+    assert (blocks["steps"], blocks["packs"]) == (3, len(packs)) == (3, 24)
     for number, pack in enumerate(packs):
         mine = [i for i, each in enumerate(blocks["pack"]) if each == number]
         assert [blocks["length"][i] for i in mine] == lengths[pack].tolist()
@@ -85,33 +83,20 @@ def test_of_thousands_of_packs_some_are_drawn(lengths):
     assert np.array(view["heat"]["cost"]).shape[1:] == (64, 64)
 
 
-@pytest.mark.parametrize(
-    "kind", ["html", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("png", "svg"))]
-)
-def test_the_command_writes_the_picture(lengths, tmp_path, kind):
-    if kind != "html":
-        pytest.importorskip("matplotlib", reason='no matplotlib: pip install "multipack[pictures]"')
-    np.save(tmp_path / "lengths.npy", lengths)
-    words = [
-        "plan",
-        str(tmp_path / "lengths.npy"),
-        "plan.capacity=2048",
-        "plan.packs_per_step=8",
-        "world_size=4",
-    ]
-    file = tmp_path / f"plan.{kind}"
-    option = [f"--picture={file}"] if kind == "html" else ["--picture", str(file)]
-    result = CliRunner().invoke(app, [*words, *option])
+def page_of(tmp_path, *words):
+    """The values of the page that the command writes."""
+    result = CliRunner().invoke(app, ["plan", *words, f"--picture={tmp_path / 'plan.html'}"])
     assert result.exit_code == 0, result.exception
-    content = file.read_bytes()
-    if kind == "html":
-        data = json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
-        assert dict(data["rows"])["documents"] == "600"
-        assert data["command"].startswith("multipack launch -n 4 -- train")
-    elif kind == "svg":
-        assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
-    else:
-        assert content.startswith(b"\x89PNG")
+    content = (tmp_path / "plan.html").read_bytes()
+    return json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
+
+
+def test_the_command_writes_the_page(lengths, tmp_path):
+    np.save(tmp_path / "lengths.npy", lengths)
+    sizes = ["plan.capacity=2048", "plan.packs_per_step=8", "world_size=4"]
+    data = page_of(tmp_path, str(tmp_path / "lengths.npy"), *sizes)
+    assert dict(data["rows"])["documents"] == "600"
+    assert data["command"].startswith("multipack launch -n 4 -- train")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["documents", "pairs"])
@@ -125,7 +110,7 @@ def shared(request):
         documents.append(np.append([number // 40] * 30 + [number // 4] * 20, answer))
     entries = [documents[i : i + 1 + request.param] for i in range(0, 120, 1 + request.param)]
     options = PlanOptions(capacity=1024, packs_per_step=2)
-    tokens = FlatTokens.of(documents)
+    tokens = flat_tokens(documents)
     items = SharedPrefixes(tokens, groups=None, options=options, min_prefix=1, pairs=request.param).items()
     return plan(items, options=options), entries
 
@@ -153,7 +138,7 @@ def test_nodes_are_those_of_the_trees_of_the_items(shared):
 
 def test_blocks_of_shared_beginnings_are_the_slots_of_their_packs(shared):
     made, _ = shared
-    view = plan_view(made, report(made), 0, 8, 0.5, "multipack train")
+    view = plan_view(made, report(made), 8, 0.5, "multipack train")
     blocks, used = view["blocks"], [int(made.slots[pack].sum()) for pack in made.packs(0)]
     assert [
         sum(a for a, p in zip(blocks["added"], blocks["pack"], strict=True) if p == n) for n in (0, 1)
@@ -165,30 +150,15 @@ def test_blocks_of_shared_beginnings_are_the_slots_of_their_packs(shared):
         assert tree["rows"] < tree["documents"] or sum(node[3] for node in tree["nodes"]) == slots
 
 
-@pytest.mark.parametrize("kind", ["html", pytest.param("svg", marks=pytest.mark.slow)])
-def test_the_command_draws_shared_beginnings(tmp_path, kind):
-    if kind == "svg":
-        pytest.importorskip("matplotlib", reason='no matplotlib: pip install "multipack[pictures]"')
+def test_the_command_draws_shared_beginnings(tmp_path):
     rows = [{"prompt": f"Add the numbers. {n % 5} + 1 = ", "completion": f"{n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "data=jsonl",
-        f"data.path={tmp_path / 'rows.jsonl'}",
-        f"data.cache={tmp_path}",
-        "tokenizer.kind=byte",
-    ]
-    options = ["plan.capacity=512", "data.share_prefixes=all", f"--picture={tmp_path / 'plan'}.{kind}"]
-    result = CliRunner().invoke(app, ["plan", *words, *options])
-    assert result.exit_code == 0, result.exception
-    content = (tmp_path / f"plan.{kind}").read_bytes()
-    if kind == "svg":
-        assert xml.dom.minidom.parseString(content).documentElement.tagName == "svg"
-        return
-    data = json.loads(re.search(rb'id="data">(.*?)</script>', content, re.DOTALL)[1])
+    words = ["data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache={tmp_path}"]
+    data = page_of(tmp_path, *words, "tokenizer.kind=byte", "plan.capacity=512", "data.share_prefixes=all")
     assert data["trees"][0]["slots"] < data["trees"][0]["tokens"]
     assert max(rows for _, rows, *_ in data["trees"][0]["nodes"]) > 1
 
 
 def test_another_kind_of_picture_is_refused(tmp_path):
     error = CliRunner().invoke(app, ["plan", str(tmp_path / "lengths.npy"), "--picture", "a.pdf"]).exception
-    assert "must end with .png, .svg, .html" in str(error)
+    assert "must end with .html" in str(error)
