@@ -81,7 +81,9 @@ def merge(
     ignored |= retired.keys()
     saved = [pair for pair in flatten(base or {}).items() if pair[0] not in ignored]
     files = [
-        _translated((pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate)
+        _translated(
+            (pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate
+        )
         for key, path in pairs
         if key == "config"
     ]

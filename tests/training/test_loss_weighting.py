@@ -51,8 +51,6 @@ def test_evaluation_is_the_mean_over_validation_documents(trainer):
     assert abs(trainer("data.validation=0.3").feeds.validation.losses()[""] - found) > 1e-4
 
 
-
-
 @pytest.fixture
 def weighted(trainer, tmp_path):
     """Number and weight of each record, and more words → a trainer on them, all of which are one step."""
