@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SETTINGS = "multipack.cli.plan_settings"
 PLANNED = (
     *("plan.", "data.", "tokenizer.", "model.", "adapter."),
-    *("world_size", "sync", "epoch", "parallel.context", "train.seed", "train.padded_batch_size"),
+    *("world_size", "sync", "epoch", "parallel.context", "train.seed"),
 )
 """Settings that a plan and its report depend on."""
 MOST_INTERPRETED, INTERPRETED_SECONDS = 4000, 0.4
@@ -73,7 +73,7 @@ def plan(
 
     from multipack.cli.plan_settings import compose_plan
     from multipack.planning.kernels import interpreted
-    from multipack.planning.report import padded_share
+    from multipack.planning.report import PADDED_BATCH_SIZE, padded_share
     from multipack.reports.console import Console
     from multipack.reports.summary import report_rows, verdict
 
@@ -82,7 +82,7 @@ def plan(
     path, command, trained = compose_plan(words or [])
     console = Console(stream=sys.stderr if as_json else None)
     documents = _documents(path, command, console)
-    ranks, batch = command.world_size, command.train.padded_batch_size
+    ranks, batch = command.world_size, PADDED_BATCH_SIZE
     few = isinstance(documents.lengths, np.ndarray) and len(documents.lengths) <= MOST_INTERPRETED
     with interpreted(INTERPRETED_SECONDS if few else 0):
         made, found, advice = _planned(documents, command, console)

@@ -164,7 +164,9 @@ def _training_command(settings: Sequence[str], command: PlanCommand) -> str:
     known = {each.name for each in fields(Config)} - {"model"} | {"config"}
     given = [plan_names(*split(word)) for word in settings]
     words = [
-        f"{key}={value}" for key, value in given if key.partition(".")[0] in known or key == "model.attention"
+        f"{key}={value}"
+        for key, value in given
+        if key.partition(".")[0] in known or key in ("model.attention", "model.kernels")
     ]
     words += [] if "plan.capacity" in dict(given) else [f"plan.capacity={command.plan.capacity}"]
     processes = command.world_size * command.parallel.model_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ def wrong_results(world: World) -> dict[str, list[int]]:
     """Name of each collective → ranks with a wrong result; collective. Sums of small integers are exact."""
     everybody = [torch.arange(2.0 * world.size) + rank for rank in range(world.size)]
     total = torch.stack(everybody).sum(0)
-    expected = {
+    expected: dict[Callable[[torch.Tensor], torch.Tensor], torch.Tensor] = {
         all_reduce: total,
         all_gather: torch.cat(everybody),
         reduce_scatter: total.chunk(world.size)[world.rank],

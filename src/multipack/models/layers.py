@@ -6,8 +6,10 @@
 Tensors have no batch dimension: their first dimension is the T tokens of a pack. A new module states here how tensor
 parallelism divides it (`BLOCK_PLAN`) and how it begins (`draw_initial`). What other modules replace on a built decoder:
 
-    Block.around, Block.tiles    models/recompute.py     activation checkpointing, tiles
-    Attention.attend             parallel/context.py     ranks that divide documents
+    Block.around, Block.tiles              models/recompute.py     activation checkpointing, tiles
+    Attention.attend                       parallel/context.py     ranks that divide documents
+    Attention.rotate, FeedForward.swiglu   models/kernels.py       Liger's kernels
+    RMSNorm.function                       models/kernels.py       Liger's kernel
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.packs.batch import PackedBatch
-from multipack.models.rotary import Rotation, rotate
+from multipack.models.rotary import Rotation, rotate_both
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
@@ -128,6 +130,7 @@ class Attention(nn.Module):
 
     Attributes:
         attend: the attention function.
+        rotate: (query, key, rotation) → both, rotated.
     """
 
     def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
@@ -150,6 +153,7 @@ class Attention(nn.Module):
         self.growth, self.trained_context = shape.attention_growth, shape.rope_context
         self.cap = shape.attention_cap or None
         self.attend: Attend = attention
+        self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_both
 
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
@@ -170,7 +174,7 @@ class Attention(nn.Module):
             factor = 1.0 + self.growth * torch.log1p(batch.position_ids // self.trained_context)
             query = query * factor.to(query.dtype)[:, None, None]
         if rotation is not None:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            query, key = self.rotate(query, key, rotation)
         attend = attend or self.attend
         values = attend(query, key, value, batch, self.backend, window=self.window, cap=self.cap)
         out: Tensor = self.output(values.flatten(1))
@@ -192,11 +196,15 @@ class FeedForward(nn.Module):
     """Feed-forward with GELU (GPT-2's tanh approximation), SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202).
 
     A class that replaces it must define `forward` and `matrices`.
+
+    Attributes:
+        swiglu: (gate, up) → their product after SiLU.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.activation = shape.activation
+        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
         if shape.gated:
             self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
         self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
@@ -206,7 +214,7 @@ class FeedForward(nn.Module):
         """(T, d) → (T, d)."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         if self.activation == "swiglu":
-            inner = F.silu(self.gate(x)) * self.up(x)
+            inner = self.swiglu(self.gate(x), self.up(x))
         elif self.activation == "geglu":
             inner = F.gelu(self.gate(x), approximate="tanh") * self.up(x)
         else:
@@ -218,6 +226,11 @@ class FeedForward(nn.Module):
         """(inputs, outputs) of each matrix (of this rank's part of it), in the order of their use."""
         layers: list[Any] = list(self.children())
         return [_inputs_outputs(layer) for layer in layers]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up."""
+    return F.silu(gate) * up
 
 
 def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:

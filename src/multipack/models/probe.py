@@ -50,10 +50,9 @@ REMEDIES = {
 }
 """Cause of a finding about the model → what to do next."""
 TRANSFORMERS_REMEDY = (
-    "pack as PackedDataCollator does: one row, position_ids, use_cache=False, no attention_mask, and"
-    " transformers >= 4.53; if attention still mixes documents, use attn_implementation='multipack' or"
-    " 'flash_attention_2', or PackedDataCollator(returns='4d_mask', window=windows_of(config)); else train one document"
-    " per row"
+    "pack as PackedDataCollator does: one row, position_ids, use_cache=False, no attention_mask, transformers >= 4.53;"
+    " if attention still mixes documents, use attn_implementation='multipack' or 'flash_attention_2', or"
+    " PackedDataCollator(returns='4d_mask', window=windows_of(config)); else train one document per row"
 )
 """The same for a leak or a difference of a model of transformers."""
 LABELS = ("labels", "num_items_in_batch", "shift_labels")

@@ -128,6 +128,11 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return out
 
 
+def rotate_both(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """`rotate` queries and keys."""
+    return rotate(query, *rotation), rotate(key, *rotation)
+
+
 class _Rotate(torch.autograd.Function):
     """Rotation whose backward pass is the inverse rotation: it saves only the tables, which all layers share."""
 

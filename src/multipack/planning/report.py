@@ -268,7 +268,11 @@ def _bounds(plan: Plan) -> Integers:
     return plan.of_documents(Packs(plan.order, plan.pack_offsets)).offsets[plan.step_offsets]
 
 
-def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> float:
+PADDED_BATCH_SIZE = 8
+"""Documents in a padded batch, with which packs are compared."""
+
+
+def padded_share(lengths: ArrayLike, batch_size: int = PADDED_BATCH_SIZE, seed: int = 0) -> float:
     """Share of real tokens when random batches of `batch_size` documents are padded to their longest.
 
     The last batch may be smaller. This is the efficiency of a conventional loader without packing.

@@ -388,7 +388,8 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
 
             problem = next(filter(None, world.gather(compiler_problem(world.device))), "")
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
-        train = replace(train, compile="true" if on_gpu and not problem else "false")
+        wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
+        train = replace(train, compile="true" if wanted else "false")
     chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
     return replace(train, dtype=chosen), notes
 
@@ -453,8 +454,9 @@ class Feeds:
         loaders = PackLoaders(config, objective, engine, cost_model)
         with console.progress("computing reference values") as advance:
             views, notes = objective.views(engine, advance, resumed)
+        staged = [Detail(corpus.staged)] if corpus.staged else []
         warnings = corpus.arriving.warnings if corpus.arriving else corpus.train.store.warnings
-        self.notes = [*warnings, *notes]
+        self.notes = [*staged, *warnings, *notes]
         self.training: Feed
         self.steps = train.steps  # 0 = as many as `train.epochs` has, except for a stream
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from multipack.machine import available_memory
+from multipack.machine import available_memory, import_extra
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import Engine
@@ -22,8 +25,10 @@ from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze, parameter_options
 from multipack.training.run_config import Config
+from multipack.words import flatten
 
 if TYPE_CHECKING:
+    from multipack.models.kernels import Kernel
     from multipack.ops.quantized import Quantized
     from multipack.training.weights import Reader
 
@@ -37,6 +42,7 @@ def open_engine(
     dtype: torch.dtype,
 ) -> Engine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
+    kernels = kernels_of(config, shape, mesh.world.device)
     whole = _parameters(shape, config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     dtypes = {name: each.dtype for name, each in whole.items() if each.dtype != torch.float32}
@@ -57,6 +63,10 @@ def open_engine(
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
         freeze(dict(model.named_parameters()), config.optimizer, whole)
+        if kernels:
+            from multipack.models.kernels import MODULE, use_liger
+
+            use_liger(model, kernels, import_module(MODULE))
         if config.train.tiles > 1 or config.train.recompute != "none":
             from multipack.models.recompute import recompute_blocks, tile_layers
 
@@ -88,6 +98,34 @@ def open_engine(
         dtype,
         micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
     )
+
+
+def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[Kernel]:
+    """The operations that Liger's kernels compute, by `model.kernels`.
+
+    Raises:
+        ValueError: `model.kernels=liger`, and this run cannot use one of the kernels; the message has the reason.
+        ImportError: `model.kernels=liger`, and Liger is not installed.
+    """
+    wanted = config.model.kernels
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return []
+    from multipack.models.kernels import MODULE, problems
+
+    found = problems(shape, flatten(asdict(config)))
+    problem = f"this run is on a {device.type.upper()}" if device.type != "cuda" else ""
+    if shape.architecture:
+        problem = f"the code of model=hf:{shape.architecture} is that of transformers"
+    if wanted == "liger":
+        refused = (f"{reason} cannot be with its {kernel}" for kernel, reason in found.items() if reason)
+        if reason := problem or next(refused, ""):
+            raise ValueError(
+                f"model.kernels=liger: {reason}; use model.kernels=auto, which takes the kernels that suit, or torch"
+            )
+        import_extra(MODULE, "model.kernels=liger", "liger")
+    elif problem or find_spec("liger_kernel") is None:
+        return []
+    return [kernel for kernel, reason in found.items() if not reason]
 
 
 def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape: ModelShape) -> None:

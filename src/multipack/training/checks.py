@@ -59,6 +59,7 @@ RULES = (
     _of_foreign("train.tiles", 1),
     _of_foreign("train.compile", "false"),
     _of_foreign("model.attention", "auto"),
+    _of_foreign("model.kernels", "torch"),
     Refusal(
         lambda run: run.foreign and run.preference.loss == "reward",
         "preference.loss=reward needs a head of scores, which is not supported {foreign}",

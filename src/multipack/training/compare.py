@@ -17,9 +17,7 @@ from multipack.data.views.documents import Documents
 from multipack.parallel.engine import Engine
 from multipack.planning.options import LossWeighting
 from multipack.planning.plan import Plan
-
-PADDED_BATCH_SIZE = 8
-"""Documents in a padded batch, where a run compares packed steps with padded ones."""
+from multipack.planning.report import PADDED_BATCH_SIZE
 
 
 @dataclass(frozen=True)

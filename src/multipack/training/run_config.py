@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from multipack.data.text.data_config import DataConfig, TokenizerConfig
 from multipack.hub import is_name, lasting_name, model_folder
@@ -36,7 +36,7 @@ Documents and tokenizer, which may move, are compared by their hashes when they 
 
 FREE = {
     # Which kernels compute, and where a model's code is read.
-    *("model.attention", "model.architecture"),
+    *("model.attention", "model.kernels", "model.architecture"),
     "model.dropout",
     "model.scores",  # the objective sets it
     *("adapter.base", "adapter.base_hash", "adapter.dropout"),  # the base is compared by its hash
@@ -51,7 +51,9 @@ class ModelConfig(ModelShape):
     attention: str = "auto"
     """Attention backend: `auto` takes the first that supports device, dtype and shape."""
 
-    RETIRED: ClassVar[dict[str, Any]] = {"kernels": "auto"}
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norms, SwiGLU, rotations and the loss by Liger's kernels or torch's; auto = Liger's where it can, on GPUs."""
+
     PRESET_HINT: ClassVar[str] = " or hf:FOLDER, a model of transformers"
 
     @classmethod
@@ -114,7 +116,7 @@ class Config:
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""
         values = self.model.with_vocabulary(vocabulary_size).to_dict()
-        del values["attention"]
+        del values["attention"], values["kernels"]
         return ModelShape(**values)
 
 
@@ -209,7 +211,7 @@ def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str)
 def initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
-    free = {"model.attention", "model.dropout"}
+    free = {"model.attention", "model.kernels", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
     if not path or shaped:
         return None
@@ -250,7 +252,7 @@ def saved_shape(checkpoint: Path) -> ModelShape:
     try:
         if not isinstance(model, dict):
             raise ConfigError("it has no group `model`")
-        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
+        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto", "kernels": "auto"}})
         shape = config.shape_with(config.model.vocabulary_size)
         if shape.architecture and (checkpoint / "config.json").is_file():
             return replace(shape, architecture=str(checkpoint))

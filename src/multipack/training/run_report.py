@@ -18,11 +18,11 @@ from multipack.data.views.corpus import Corpus
 from multipack.hub import hub_name
 from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.parallel.world import hosts
-from multipack.planning.report import PlanReport, padded_share, report
+from multipack.planning.report import PADDED_BATCH_SIZE, PlanReport, padded_share, report
 from multipack.reports.console import LINE, Detail, folded, wrapped
 from multipack.run import resume_command
 from multipack.training.blueprint import kernels_of
-from multipack.training.compare import PADDED_BATCH_SIZE, Comparison
+from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, loss_text
 from multipack.training.optimizer import meta_parameters, optimizer_text, schedule_text
 from multipack.training.precision import DTYPES

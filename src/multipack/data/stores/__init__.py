@@ -1,1 +1,1 @@
-"""Stores of tokens: folders of shards, written, grown and checked."""
+"""Stores of tokens: folders of shards, written, grown, staged and checked."""

@@ -47,7 +47,7 @@ class TokenStore:
 
     Args:
         path: folder of the store; names it in messages.
-        folder: folder of its header and tokenizer; None = `path`.
+        folder: folder to read, if it is a copy elsewhere (see staging.py); None = `path`.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
         shards: shards to use instead of the folder's, complete or not; None = open them.

@@ -19,7 +19,7 @@ BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 TextDivision = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
-TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers"]
+TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Sharing = Literal["off", "pairs", "groups", "all"]
 ItemKind = Literal["documents", "pairs", "labels"]
 """Items of a store: single documents; preference pairs, the chosen and the rejected answer; or labeled answers, each
@@ -120,13 +120,15 @@ class DataConfig:
     """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
     """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
+    stage: str = ""
+    """Copy token stores first, to this folder of the host, such as /dev/shm; empty = read in place."""
     readers: Count = 0
     """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
-    RETIRED: ClassVar[tuple[str, ...]] = ("alpaca_prompt", "weigh_by", "mixture_ends", "stage")
+    RETIRED: ClassVar[dict[str, Any]] = {"alpaca_prompt": "instruct", "weigh_by": "tokens", "mixture_ends": "all"}
 
     @staticmethod
     def preset(name: str) -> dict[str, Any] | None:
@@ -181,7 +183,7 @@ class DataConfig:
                 )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        for name in ("readers", "dedup", "weight_field"):
+        for name in ("stage", "readers", "dedup", "weight_field"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
@@ -309,12 +311,11 @@ class TokenizerConfig:
     kind: TokenizerKind = "auto"
     """Kind of tokenizer; auto: the one of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
-    """A tokenizer.json (kind=file), folder or name (transformers)."""
+    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
     """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
 
     PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
-    RETIRED: ClassVar[tuple[str, ...]] = ("kind=gpt2", "kind=mistral")
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
@@ -333,15 +334,15 @@ class TokenizerConfig:
         check_choice("tokenizer.kind", self.kind, TokenizerKind)
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
-        if self.path and self.kind not in ("file", "transformers"):
+        if self.path and self.kind not in ("file", "transformers", "mistral"):
             raise ValueError(
-                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file or transformers, not with "
+                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
                 f"tokenizer.kind={self.kind}"
             )
 
     @property
     def name(self) -> str:
-        """Name in messages, such as `char`, `bpe 2048` or `file a.json`; without a path it is unique."""
+        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
         if self.path:
             return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind

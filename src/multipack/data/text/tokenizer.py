@@ -312,7 +312,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
     if config.is_trained:
         raise ValueError(
             f"tokenizer.kind={config.kind} is trained on a complete corpus; here take an existing tokenizer:"
-            " tokenizer.kind=file (tokenizer.path=…/tokenizer.json), transformers or byte"
+            " tokenizer.kind=file (tokenizer.path=…/tokenizer.json), transformers, gpt2, mistral or byte"
         )
     if config.kind == "byte":
         return byte_tokenizer(special_tokens)

