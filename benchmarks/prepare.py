@@ -1,6 +1,6 @@
 """How fast documents become a token store, against the `tokenizers` library alone, by turns in one run.
 
-    python benchmarks/prepare.py --megabytes 50 --rounds 3
+    python benchmarks/prepare.py
 
 The documents are prompts and completions of the running Python's standard library (and of ../shared/data's
 conversations, where they are at hand), repeated; the tokenizer is a byte-pair encoding trained on them. A round
@@ -8,15 +8,15 @@ tokenizes all texts twice: with `encode_batch_fast` of the library, all cores, t
 prepare`: read from JSONL, hashed, tokenized, written and synced. The ratio is that of tokens per second of the same
 round; also that of tokens per CPU second, which other work on the machine disturbs less.
 
-Then short lines of several kinds, `--lines` and twice as many, each file in a process of its own and on one core: lines
-per CPU second of each pass (read for the tokenizer; tokenized) beside what the `tokenizers` library takes alone for the
-same texts in the same batches, and bytes of memory a line: the larger file's peak minus the smaller one's. (The library
-counts the different words of a corpus to train on; these have 5,000.) Results go to results/prepare.json.
+Then short lines of several kinds, a quarter of a million and twice as many, each file in a process of its own and on
+one core: lines per CPU second of each pass (read for the tokenizer; tokenized) beside what the `tokenizers` library
+takes alone for the same texts in the same batches, and bytes of memory a line: the larger file's peak minus the smaller
+one's. (The library counts the different words of a corpus to train on; these have 5,000.) Results go to
+results/prepare.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import multiprocessing
@@ -40,7 +40,10 @@ from multipack.data.text.tokenizer import TokenizerConfig, build_tokenizer, trai
 from result import parser_of, write_result
 
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"
-BATCH = 4096
+MEGABYTES, ROUNDS, VOCABULARY, BATCH = 50, 3, 32_768, 4096
+"""Of the corpus: size, rounds after one that is not counted, tokens of the encoding, texts of the library's batch."""
+LINES = 250_000
+"""Short lines of the smaller file."""
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "text": (("text",), {}),
     "text without duplicates": (("text",), {"dedup": True}),
@@ -91,11 +94,11 @@ def _cpu_seconds() -> float:
     return sum(entry.ru_utime + entry.ru_stime for entry in used)
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path) -> dict[str, Any]:
     """Both ways by turns, the first round not counted."""
     given = pairs()
-    texts = write_corpus(folder / "corpus.jsonl", given, options.megabytes * 10**6)
-    trained = train_bpe((text for pair in given for text in pair), options.vocabulary_size)
+    texts = write_corpus(folder / "corpus.jsonl", given, MEGABYTES * 10**6)
+    trained = train_bpe((text for pair in given for text in pair), VOCABULARY)
     trained.save(folder / "tokenizer.json")
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.encode_special_tokens = True
@@ -114,7 +117,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         return TokenStore(out).num_tokens
 
     rounds = []
-    for number in range(options.rounds + 1):
+    for number in range(ROUNDS + 1):
         found = {"library": timed(alone), "prepare": timed(whole)}
         if number:
             rounds.append(
@@ -181,12 +184,12 @@ def passes(folder: Path, kind: str, lines: int, vocabulary_size: int) -> dict[st
     return found
 
 
-def short_lines(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def short_lines(folder: Path) -> list[dict[str, Any]]:
     """A row for each kind and pass."""
     rows = []
     for kind in KINDS:
         found = []
-        for lines in (options.lines, 2 * options.lines):
+        for lines in (LINES, 2 * LINES):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 found.append(pool.submit(passes, folder, kind, lines, 8192).result())
         for name, many in found[1].items():
@@ -194,9 +197,9 @@ def short_lines(folder: Path, options: argparse.Namespace) -> list[dict[str, Any
             row = {
                 "kind": kind,
                 "pass": name,
-                "lines": 2 * options.lines,
-                "lines_per_cpu_second_beside_the_library": 2 * options.lines / beside,
-                "bytes_per_line": (many["memory"] - found[0][name]["memory"]) / options.lines,
+                "lines": 2 * LINES,
+                "lines_per_cpu_second_beside_the_library": 2 * LINES / beside,
+                "bytes_per_line": (many["memory"] - found[0][name]["memory"]) / LINES,
                 **many,
             }
             rows.append(row)
@@ -215,26 +218,17 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "prepare")
-    parser.add_argument("--megabytes", type=int, default=50, help="size of the corpus")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
-    parser.add_argument("--vocabulary-size", type=int, default=32768, help="tokens of the byte-pair encoding")
-    parser.add_argument("--lines", type=int, default=250_000, help="short lines of the smaller file")
-    options = parser.parse_args()
+    options = parser_of(__doc__, "prepare").parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        lines = short_lines(Path(folder), options)
-        found = measure(Path(folder), options)
-    middle = sorted(found["rounds"], key=lambda each: each[f"{RATES[0]}_ratio"])[options.rounds // 2]
+        lines = short_lines(Path(folder))
+        found = measure(Path(folder))
+    middle = sorted(found["rounds"], key=lambda each: each[f"{RATES[0]}_ratio"])[ROUNDS // 2]
     print(f"median: {describe(middle)}")
-    summary = {
-        "tokens_per_second": middle["prepare"][RATES[0]],
-        "ratio": middle[f"{RATES[0]}_ratio"],
-        "cpu_ratio": middle[f"{RATES[1]}_ratio"],
-    }
-    settings = {"vocabulary_size": options.vocabulary_size}
+    result = {"tokens_per_second": middle["prepare"][RATES[0]], "vocabulary_size": VOCABULARY}
+    result |= {"ratio": middle[f"{RATES[0]}_ratio"], "cpu_ratio": middle[f"{RATES[1]}_ratio"]}
     # A load average above the number of cores: other work was under way.
-    load = {"cores": os.cpu_count(), "load_average": os.getloadavg()}
-    write_result(options.out, {**summary, **settings, **load, **found, "short_lines": lines})
+    result |= {"cores": os.cpu_count(), "load_average": os.getloadavg(), **found, "short_lines": lines}
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from multipack.shapes import SHAPES
 COSTS = [
     None,
     SHAPES["gpt2"],
-    CostModel(None, linear=3, quadratic=1, constant=500),  # a document's own cost outweighs its tokens'
+    CostModel(None, linear=3, quadratic=1),
     CostModel(None, linear=9, quadratic=1, sliding=2, window=40),
-    CostModel(None, linear=0, quadratic=0, constant=1),
+    CostModel(None, linear=1, quadratic=0),
 ]
 
 

@@ -272,7 +272,6 @@ def test_a_stream_is_planned_as_training_cuts_it(run, tmp_path):
         ("generate nowhere --prompt x", "nowhere"),
         ("prepare data=jsonl", "data.path"),
         ("plan LENGTHS world_size=9", "plan.packs_per_step"),
-        ("plan LENGTHS padded_batch_size=0", "padded_batch_size"),
         ("plan LENGTHS model=llama-9b", "did you mean model=llama-8b"),
         ("plan LENGTHS plan.widnow=3", "did you mean plan.window"),
         ("plan LENGTHS plan.capacity=100", "capacity=100"),

@@ -75,16 +75,25 @@ def write(path, model, tokens, merges):
     writer.close()
 
 
-def test_a_gguf_file_is_read_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def tiny(seed=0):
+    """A Llama and its tokens: bytes, a pair of them, and special tokens."""
     sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
-    theirs = transformers.LlamaForCausalLM(config).eval()
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
     vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
     tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
-    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
-    file = tmp_path / "tiny.gguf"
+    return model, [*tokens, *(f"<|{number}|>" for number in range(264 - len(tokens)))]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The path of a GGUF file, beside an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "tiny.gguf"
+
+
+def test_a_gguf_file_is_read_everywhere(file):
+    theirs, tokens = tiny()
     write(file, theirs, tokens, ["a b"])
     ours, document = load_model(file), [5, 9, 70, 200, 3, 3, 17]
     with torch.no_grad():
@@ -98,35 +107,20 @@ def test_a_gguf_file_is_read_everywhere(tmp_path, monkeypatch):
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
-def test_a_file_that_was_replaced_is_another_and_a_panic_is_one_line(tmp_path, monkeypatch):
+def test_a_file_that_was_replaced_is_another_and_damage_is_one_line(file):
     """Also one of equal size and time, as `cp -p` makes it; a merge without its token is a panic in Rust."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
-    vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
-    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
-    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
-    file, found = tmp_path / "tiny.gguf", []
+    found = []
     for seed in (0, 1):
-        torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
-        write(tmp_path / "new", model, tokens, ["a b"])
-        os.utime(tmp_path / "new", ns=(10**18, 10**18))
-        os.replace(tmp_path / "new", file)
+        model, tokens = tiny(seed)
+        new = file.with_name("new")
+        write(new, model, tokens, ["a b"])
+        os.utime(new, ns=(10**18, 10**18))
+        os.replace(new, file)
         found.append(load_model(file).embedding.weight)
     assert not torch.equal(*found)
     write(file, model, tokens, ["a c"])
-    with pytest.raises(ValueError, match=r"tiny\.gguf: transformers reads no model"):
-        load_model(file)
-
-
-def test_what_is_no_gguf_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ValueError, match=r"load_model=.*broken.gguf: transformers reads no model from it"):
-        load_model(tmp_path / "broken.gguf")
-    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 32, "intermediate_size": 32})
-    tokens = ["a", "b", "<|endoftext|>", *(f"<|{number}|>" for number in range(261))]
-    write(tmp_path / "merges.gguf", transformers.LlamaForCausalLM(config), tokens, ["a b"])
-    with pytest.raises(ValueError, match=r"merges.gguf: transformers reads no model from it") as caught:
-        load_model(tmp_path / "merges.gguf")  # the merged token is none of the list: a panic of the library
-    assert "\n" not in str(caught.value)
+    file.with_name("broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    for name in ("tiny.gguf", "broken.gguf"):
+        with pytest.raises(ValueError, match=rf"load_model=.*{name}: transformers reads no model") as caught:
+            load_model(file.with_name(name))
+        assert "\n" not in str(caught.value)

@@ -72,12 +72,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes], exclusive: bool = False) -> None:
-    """Write a file so that `path` has the old content or the new one, never a part of it.
-
-    Args:
-        path: the file; its folder is created if needed.
-        content: its new content, or blocks of it.
-        exclusive: fail if the file exists.
+    """Write a file, and its folder if needed, so that `path` has the old content or the new one, never a part of it.
 
     Raises:
         FileExistsError: with `exclusive`, the file exists; of several concurrent writers all but one get this error.

@@ -31,12 +31,7 @@ def import_extra(package: str, setting: str, extra: str) -> Any:
 
 
 def explain_missing(error: ModuleNotFoundError, user: str) -> ImportError:
-    """The error that a package of `EXTRAS` is missing, with the extra; any other error is returned unchanged.
-
-    Args:
-        error: raised by an import.
-        user: name or command that needs the package.
-    """
+    """The error that a package of `EXTRAS`, which `user` needs, is missing; any other error is returned unchanged."""
     package = (error.name or "").partition(".")[0]
     return _missing(package, user, EXTRAS[package]) if package in EXTRAS else error
 

@@ -71,12 +71,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False) -> list[list[bool]]:
-    """(patterns, names) whether a regular expression matches the beginning of a name; another process matches.
+    """(patterns, names) whether a regular expression matches the beginning of a name, or the `whole` name.
 
-    Args:
-        patterns: the regular expressions.
-        names: the names.
-        whole: they must match whole names.
+    Another process matches, which can be ended.
 
     Raises:
         ValueError: one is not a regular expression, or takes too long.
@@ -97,12 +94,7 @@ def matching(patterns: Sequence[str], names: Sequence[str], whole: bool = False)
 
 
 def from_folder(kind: Any, source: Any, **options: Any) -> Any:
-    """The object that `kind.from_pretrained` reads from a folder or by a name, without running the folder's code.
-
-    Args:
-        kind: a class of transformers, such as AutoTokenizer.
-        source: the folder, or a name on the hub.
-        options: arguments of `from_pretrained`.
+    """The object that a class of transformers reads from a folder or by a name, without running the folder's code.
 
     Raises:
         ValueError: it needs such code; or any error of transformers.

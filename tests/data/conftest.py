@@ -7,7 +7,7 @@ import pytest
 from multipack.data.stores import writer as writer_module
 from multipack.data.stores.shards import StoreHeader
 from multipack.data.stores.store import TokenStore
-from multipack.data.stores.writer import SHARD_TOKENS, ShardBuilder, StoreWriter
+from multipack.data.stores.writer import SHARD_TOKENS, Encoded, StoreWriter, shard_of
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import byte_tokenizer
 from multipack.data.views.documents import Documents
@@ -59,11 +59,9 @@ def memory_store():
     """Makes a store in memory of documents that are lists of (bytes, is_target) parts."""
 
     def make(documents):
-        tokenizer, builder = byte_tokenizer(), ShardBuilder(257)
-        for number, parts in enumerate(documents):
-            builder.add(f"doc{number}", parts)
-        header = StoreHeader(257, "byte", tokenizer.hash)
-        return TokenStore(Path("memory"), header=header, shards=[builder.build()])
+        made = [Encoded(f"doc{number}", parts) for number, parts in enumerate(documents)]
+        header = StoreHeader(257, "byte", byte_tokenizer().hash)
+        return TokenStore(Path("memory"), header=header, shards=[shard_of(made, 257)])
 
     return make
 

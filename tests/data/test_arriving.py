@@ -12,7 +12,7 @@ import pytest
 from growing import Rows, complete, reopen, write_shard
 from multipack.data.text.tokenizer import TokenizerConfig
 from multipack.data.views import arriving as room
-from multipack.data.views.arriving import HEAD, GrowingFolder, StreamedRecords, StreamInterrupted
+from multipack.data.views.arriving import HEAD, GrowingFolder, StreamedRecords
 from multipack.data.views.corpus import Corpus, load_corpus
 from multipack.data.views.overlong import FitReport
 from multipack.training.run_report import corpus_notes
@@ -158,15 +158,6 @@ def test_a_missing_shard_is_awaited_and_then_named(folder, follow, tmp_path):
         next(items)
     complete(folder)
     assert list(arriving) == []  # waiting again finds that it is complete; nothing was lost
-
-
-def test_waiting_can_be_interrupted(folder, follow):
-    reopen(folder)
-    arriving = follow(folder, patience_seconds=60.0)
-    threading.Timer(0.1, arriving.interrupt).start()
-    with pytest.raises(StreamInterrupted):
-        list(arriving)
-    assert arriving.state_dict()["begin"] == {"shard": 3}
 
 
 def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_path):

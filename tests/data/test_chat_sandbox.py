@@ -1,13 +1,11 @@
-"""Templates that would run or grow without end are refused in one line; all others write what Jinja writes."""
+"""Templates that would run or grow without end are refused in one line."""
 
-import datetime
 import json
 import os
 import re
 import threading
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multipack.data.text import chat_sandbox as room
 from multipack.data.text.chat import ChatTemplate
@@ -98,54 +96,6 @@ def test_conversations_of_one_request_have_limits_of_their_own():
     assert "line 1" in str(*room.ask("{% if %}", "2026-01-02", ["null"]))
 
 
-ALL = r"""
-{%- macro show(name, args) -%}<call>{{ {"name": name, "arguments": args} | tojson }}</call>{%- endmacro -%}
-{%- set ns = namespace(text='', numbers=[]) -%}
-{%- if messages[0].role == 'system' -%}
-    {%- set system = messages[0]['content'] | trim -%}{%- set rest = messages[1:] -%}
-{%- else -%}
-    {%- set system = 'Today is ' ~ strftime_now('%d %b %Y') -%}{%- set rest = messages -%}
-{%- endif -%}
-<s>{{ system }}{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}
-{% for message in rest %}
-    {%- if message.role not in ['tool', 'user', 'assistant'] -%}{{ raise_exception('role') }}{%- endif -%}
-    {%- if message.tool_calls is defined -%}
-        {%- for call in message.tool_calls %}
-            {{- show(call.name, call.arguments) }}{{ ', ' if not loop.last }}{% endfor %}
-    {%- elif '</think>' in message.content -%}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\n') -%}
-        {{- '<a>' + message.role + '\n' + content.replace('  ', ' ') + '\n' -}}
-    {%- else -%}
-        {{- '<a>' ~ message['role'] ~ '\n' ~ (message.content | trim) ~ loop.length ~ loop.revindex ~ '\n' -}}
-    {%- endif -%}
-    {%- set ns.text = ns.text ~ message.role[0] -%}{%- set ns.numbers = ns.numbers + [loop.index] -%}
-    {%- if loop.index > 3 %}{% break %}{% endif -%}
-{% endfor -%}
-{{ ns.text | upper }} {{ ns.numbers | join(', ') }} {{ '%s/%05.1f' % (rest | length, 2) }} {{ '{:>5}'.format(3) }}
-{{ rest | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}
-{%- for key, value in {'b': 1, 'a': 2}.items() | sort %}{{ key }}={{ value * 2 ** 3 % 5 }}{{ ', ' * 2 }}{% endfor %}
-{%- set captured %}{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b }}{% endfor %}{% endset %}{{ captured | indent(2) }}
-{%- for message in rest if message.role in ['user', 'tool'] and 1 < 2 <= 2 %}{{ message.content[::-1][1:] }}{% endfor %}
-{{ rest | map(attribute='role') | select('in', ['user']) | list }}
-{{ 'user' is in (rest[:1] | map(attribute='role') | list) }}
-{{ ' a b '.strip(' ').rsplit(' ', 1) }} {{ ['a', 'b'].index('b') }} {{ 7 // 2 - 1 }} {{ 7 / 2 }} {{ 'ab' is eq('ab') }}
-{{ '%(a)s' % {'a': 1} }} {{ '{a}'.format_map({'a': 2}) }} {{ [1, 2] | sum }} {{ '%s-%s' | format('x', 'y') }}
-{{ [1, [2, 'x']] }} {{ (1,) }} {{ {'a': none} }} {{ missing }} {{ missing | default('none') }} {{ dict(a=1) }}
-"""
-
-
-def test_all_that_templates_use_is_written_as_jinja_writes_it(monkeypatch):
-    monkeypatch.setattr(room, "MOST_SECONDS", 10)
-    day = datetime.datetime(2026, 1, 2)
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    jinja.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    jinja.globals["strftime_now"] = day.strftime
-    expected = jinja.from_string(ALL)
-    arguments = {"é": [1, {}]}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "a", "arguments": arguments}] * 2}
-    for messages in (CHAT, CHAT[1:], [*CHAT, call, *CHAT[1:]]):
-        for tools in (None, [{"name": "a", "parameters": {"b": [1, 2]}}]):
-            variables = {"messages": messages, "tools": tools}
-            assert [*room.ask(ALL, "2026-01-02", [json.dumps(variables)])] == [expected.render(variables)]
+def test_white_space_json_and_dates_are_those_of_transformers():
+    source = "{% if n %}\n  {% if n %}\na{% endif %}\n{% endif %}\n{{ {'é': '<'} | tojson }} {{ strftime_now('%d') }}"
+    assert [*room.ask(source, "2026-01-02", ['{"n": 1}'])] == ['a{"é": "<"} 02']

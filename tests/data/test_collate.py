@@ -52,18 +52,6 @@ def test_an_empty_pack_is_a_weightless_document(pad_to, multiple, slots):
     assert (batch.num_documents, batch.num_tokens, batch.num_target_tokens) == (0, 0, 0)
 
 
-def test_targets_never_cross_documents():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        documents = [document(rng.integers(0, 99, rng.integers(1, 9))) for _ in range(rng.integers(1, 6))]
-        batch = PackedCollator(max_documents=6, max_seqlen=9, pad_to=64)(documents)
-        ends = np.cumsum(batch.lengths)
-        assert (batch.targets[ends - 1] == IGNORE).all()
-        inside = np.flatnonzero(batch.targets.numpy() != IGNORE)
-        assert (batch.targets[inside] == batch.input_ids[inside + 1]).all()
-        assert batch.num_target_tokens == sum(len(each.tokens) - 1 for each in documents)
-
-
 def test_padding_gives_rows_of_one_width():
     batch = pad_documents([A, B], 9, "document")
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 9, 9, 9]

@@ -19,7 +19,7 @@ from multipack.data.stores import writer as writer_module
 from multipack.data.stores.prepare import items_of, prepare
 from multipack.data.stores.shards import Shard
 from multipack.data.stores.store import TokenStore
-from multipack.data.stores.writer import ShardBuilder
+from multipack.data.stores.writer import encoded, shard_of
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.records import RecordForm
 from multipack.data.text.skipped import Noted
@@ -390,9 +390,7 @@ class ListSource:
 def test_shards_are_those_of_a_plain_loop(documents, pairs):
     tokenizer, step = byte_tokenizer(), 2 if pairs else 1
     items = [tuple(documents[at : at + step]) for at in range(0, len(documents) - step + 1, step)]
-    builder = ShardBuilder(tokenizer.vocabulary_size)
-    builder.add_batch(items, tokenizer)
-    shard = builder.build()
+    shard = shard_of(encoded(items, tokenizer), tokenizer.vocabulary_size)
     arrays, content = plain(items, tokenizer)
     assert {name: getattr(shard, name).tolist() for name in arrays} == {
         name: values.tolist() for name, values in arrays.items()

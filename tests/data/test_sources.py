@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import itertools
 import json
 import os
 import sys
@@ -232,19 +231,6 @@ def test_malformed_records_are_named_by_file_and_place(config, text_file):
     for content in (b'[{"text": "a"}, {"text": ', b'[{"text": "a"}]\n[{"text": "b"}]', b'[{"text": "\xff"}]'):
         with pytest.raises(ValueError, match=r"bad\.json: not JSON"):
             read(content, "bad.json")
-
-
-def test_real_files(shared_data, config):
-    folder = shared_data / "text"
-    path = str(folder / "gsm8k_train.jsonl.gz")
-    source = Source(config(source="jsonl", path=path, fields=["question", "answer"]))
-    documents = list(itertools.islice(source, 200))
-    assert documents[-1].name == "gsm8k_train.jsonl.gz:200"
-    assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
-    source = Source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
-    documents = list(itertools.islice(source, 200))
-    assert source.noted.skipped == {}
-    assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
 
 # --- Parquet ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -243,16 +244,15 @@ def together(world, model, call, updates, steps, synchronizing, micro_batches=1)
 def train_here(world, words, cache):
     """`multipack train` on the pool's ranks; what it printed, and what torch warned of."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    before, printed = assemble.connected, io.StringIO()
-    assemble.connected = lambda *_, **__: nullcontext(world)
+    printed = io.StringIO()
     precision.matmul_peak = lambda *_: 1e11
     warned = logging.StreamHandler(printed)
     logging.getLogger("torch.distributed.tensor").addHandler(warned)
     try:
-        with redirect_stdout(printed):
+        here = mock.patch.object(assemble, "connected", return_value=nullcontext(world))
+        with here, redirect_stdout(printed):
             train.train(compose_run(words))
     finally:
-        assemble.connected = before
         logging.getLogger("torch.distributed.tensor").removeHandler(warned)
     return printed.getvalue()
 

@@ -4,8 +4,10 @@ import os
 import signal
 import threading
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
+import safetensors
 import sharding as tiny
 import torch
 from torch import nn
@@ -169,22 +171,10 @@ def test_every_rank_writes_its_files_and_nothing_is_written_twice(saved):
 
 def _files_opened(world, path):
     """Files whose values a rank reads; headers were read before."""
-    import safetensors
-
-    opened, before = [], safetensors.safe_open
-    source = load_checkpoint(path).source
-
-    def watched(filename, framework):
-        opened.append(os.path.basename(filename))
-        return before(filename, framework)
-
-    safetensors.safe_open = watched
-    try:
-        line = init_device_mesh("cpu", (2,))
+    source, line = load_checkpoint(path).source, init_device_mesh("cpu", (2,))
+    with mock.patch("safetensors.safe_open", wraps=safetensors.safe_open) as opened:
         source.fill("model", {"even": distribute_tensor(torch.zeros(8, 6), line, [Shard(0)])})
-    finally:
-        safetensors.safe_open = before
-    return sorted(opened)
+    return sorted(os.path.basename(call.kwargs["filename"]) for call in opened.call_args_list)
 
 
 def test_a_rank_opens_only_the_files_that_hold_something_for_it(pools, saved):
@@ -215,17 +205,16 @@ def _content(world, step, value):
 
 def _in_the_background(world, path):
     """The thread is held up: `save` has returned, weights change, and `latest` still names the previous one."""
-    run, may_write, before = RunDirectory(path), threading.Event(), checkpoint_tensors.save_safetensors
+    run, may_write, save = RunDirectory(path), threading.Event(), checkpoint_tensors.save_safetensors
     writer = CheckpointWriter(run, world, keep=0, background=True)
 
     def held_up(*arguments):
         may_write.wait(20)
-        return before(*arguments)
+        return save(*arguments)
 
     writer.save(*_content(world, 1, 1))
     writer.wait()
-    checkpoint_tensors.save_safetensors = held_up
-    try:
+    with mock.patch.object(checkpoint_tensors, "save_safetensors", held_up):
         content = _content(world, 2, 2)
         writer.save(*content)
         with torch.no_grad():
@@ -238,8 +227,6 @@ def _in_the_background(world, path):
         world.barrier()
         may_write.set()
         writer.wait()
-    finally:
-        checkpoint_tensors.save_safetensors = before
     return seen
 
 
@@ -256,22 +243,20 @@ def _disk_full(world, path, background):
     writer = CheckpointWriter(RunDirectory(path), world, 0, background)
     writer.save(*_content(world, 1, 1))
     writer.wait()
-    before, errors = checkpoint_tensors.save_safetensors, []
+    save, errors = checkpoint_tensors.save_safetensors, []
 
     def failing(*arguments):
         if world.rank == 1:
             raise OSError("no space left")
-        return before(*arguments)
+        return save(*arguments)
 
-    checkpoint_tensors.save_safetensors = failing
-    try:
-        writer.save(*_content(world, 2, 2))
-    except ValueError as error:
-        errors.append(("the same save", str(error)))
-    finally:
+    with mock.patch.object(checkpoint_tensors, "save_safetensors", failing):
+        try:
+            writer.save(*_content(world, 2, 2))
+        except ValueError as error:
+            errors.append(("the same save", str(error)))
         if background:
             writer._pending.exception()
-        checkpoint_tensors.save_safetensors = before
     try:
         writer.save(*_content(world, 3, 3))
         writer.wait()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import sharding as tiny
@@ -154,13 +155,10 @@ def sent_bytes(world, name, method, lengths):
         return exchange(received, sent, received_sizes, sent_sizes, **options)
 
     exchange = dist.all_to_all_single
-    dist.all_to_all_single = all_to_all
-    try:
+    with mock.patch.object(dist, "all_to_all_single", all_to_all):
         loss = divided(share(pack(lengths)))
         forward = count[0]
         loss.backward()
-    finally:
-        dist.all_to_all_single = exchange
     return forward, count[0] - forward
 
 

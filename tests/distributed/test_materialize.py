@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+from unittest import mock
 
 import pytest
 import sharding as tiny
@@ -106,12 +107,9 @@ def _most_alive(world):
 
     gc.collect()
     gc.freeze()
-    dist.broadcast = watched
-    try:
+    with mock.patch.object(dist, "broadcast", watched):
         materialize([model], tiny.drawn("llama"), tiny.whole_shapes("llama"), world, from_main=True)
-    finally:
-        dist.broadcast = broadcast
-        gc.unfreeze()
+    gc.unfreeze()
     assert len(alive) == len(list(model.parameters()))
     return max(alive)
 

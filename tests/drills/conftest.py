@@ -3,6 +3,8 @@
 Each drill records what it tried and what was lost, and the summary after the tests lists both: `make drills`.
 """
 
+import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from attempts import Drill
 from multipack.data.stores.prepare import prepare
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.tokenizer import TokenizerConfig
+from multipack.training.run_config import compose_run
+from multipack.training.train import train
 
 
 @pytest.fixture
@@ -50,6 +54,23 @@ def store(tmp_path):
         (source / f"{number:02}.txt").write_text(f"document {number} " * (number + 1))
     data = DataConfig(source="text", path=str(source), cache=str(tmp_path / "cache"))
     return prepare(data, TokenizerConfig("byte"), tmp_path / "store", shards=3)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run of six steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {n} " * (n % 7 + 1)}) + "\n" for n in range(60))
+    )
+    words = f"data=jsonl data.path={folder}/a.jsonl data.cache={folder}/cache tokenizer=byte model=tiny model.layers=1"
+    words += (
+        " plan.capacity=256 plan.packs_per_step=2 train.steps=6 train.eval_every=3 train.checkpoint_every=3"
+    )
+    words += f" train.dtype=fp32 train.sample_tokens=4 log.documents=true out={folder}/run"
+    with contextlib.redirect_stdout(None):
+        train(compose_run(words.split()))
+    return folder / "run"
 
 
 @pytest.fixture

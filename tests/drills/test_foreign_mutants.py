@@ -48,8 +48,7 @@ from multipack.models.probe_batch import packed_batch
 from multipack.training.checks import check
 from multipack.training.foreign_checks import check_isolated
 from multipack.training.inference import load_model
-from multipack.training.run_config import compose, compose_run
-from multipack.training.train import train
+from multipack.training.run_config import compose
 from multipack.words import read_yaml
 
 transformers = pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
@@ -116,18 +115,12 @@ def foreign_logits(folder):
 
 
 def gguf_file(folder):
-    from test_gguf import write
+    from test_gguf import tiny, write
 
     pytest.importorskip("gguf")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
-    vocabulary = json.loads(byte_tokenizer().to_json())["model"]["vocab"]
-    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "<|endoftext|>"]
-    tokens += [f"<|{number}|>" for number in range(264 - len(tokens))]
     file = folder / "tiny.gguf"
-    write(file, model, tokens, ["a b"])
+    write(file, *tiny(), ["a b"])
     begin = file.read_bytes().rfind(b"output_norm.weight") + 64
 
     def of_header(content, draw):
@@ -270,7 +263,7 @@ def tokenizer_file(name, change=None):
             check_equal(loaded.encode(TEXT), theirs.encode(TEXT, add_special_tokens=False).ids, "tokens")
             return loaded.encode(TEXT)
 
-        yield Surface(f"tokenizer.json, {name}", file, {of_json: 18, of_steps: 9, of_bytes: 9}, read)
+        yield Surface(f"tokenizer.json, {name}", file, {of_json: 118, of_steps: 9, of_bytes: 59}, read)
 
     return make
 
@@ -488,23 +481,6 @@ def of_lines(content, draw):
     else:
         lines[at] = of_json(lines[at], draw)
     return b"\n".join(lines) + draw.choice((b"\n", b"\n", b""))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of six steps."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"text {n} " * (n % 7 + 1)}) + "\n" for n in range(60))
-    )
-    words = f"data=jsonl data.path={folder}/a.jsonl data.cache={folder}/cache tokenizer=byte model=tiny model.layers=1"
-    words += (
-        " plan.capacity=256 plan.packs_per_step=2 train.steps=6 train.eval_every=3 train.checkpoint_every=3"
-    )
-    words += f" train.dtype=fp32 train.sample_tokens=4 log.documents=true out={folder}/run"
-    with contextlib.redirect_stdout(None):
-        train(compose_run(words.split()))
-    return folder / "run"
 
 
 FILES = {

@@ -1,7 +1,11 @@
-"""Kills at random moments and at changes of files: what follows equals a run without kills, bit for bit."""
+"""Kills at random moments and at changes of files: what follows equals work without kills, bit for bit."""
 
+import json
 import random
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import forked
 import pytest
@@ -10,94 +14,136 @@ pytestmark = pytest.mark.timeout(1200)  # a busy machine takes several times as 
 
 STEPS = ["train.steps=12", "train.eval_every=4", "train.checkpoint_every=2", "train.keep_best=true"]
 STEPS += ["model.dropout=0.1"]
-AIMED = {"sync": [], "async": ["train.checkpoint_async=true"]}
+BACKGROUND = "train.checkpoint_async=true"
 
 
-def _whole(tmp_path, words_of, size=1, *more):
-    """An uninterrupted run; how its last rank ended."""
-    out = tmp_path / f"whole-{size}{len(more)}"
-    ended = forked.together(tmp_path, words_of(out, *more), size) if size > 1 else []
-    ended = ended or [forked.start(tmp_path, forked.run, words_of(out, *more)).wait()]
-    assert [each.code for each in ended] == [0] * size, ended[0].text
-    return out, ended[0]
+@dataclass
+class Work:
+    """Work that is killed and started again.
+
+    Attributes:
+        start: (folder, when it is killed) → how its processes ended.
+        different: (folder, folder of the work without kills) → what differs.
+    """
+
+    start: Callable[..., list[forked.Ended]]
+    different: Callable[[Path, Path], list[str]]
+
+    def kill(self, folder, kills, each, draw):
+        """Kill work up to `each` times, then let it end, until there were enough kills, or something is lost.
+
+        `draw` makes the moments of kills from how the work without kills ended. Returns what was lost, and counts.
+        """
+        whole, lost, done, inside, number = folder / "whole", [], 0, 0, 0
+        ended = self.start(whole)
+        assert [rank.code for rank in ended] == [0] * len(ended), ended[0].text
+        while done < kills and not lost:
+            out, number = folder / f"killed-{number}", number + 1
+            for _ in range(each):
+                found = self.start(out, **draw(ended[0], done))
+                is_killed = any(rank.code == -9 for rank in found)
+                done += is_killed
+                inside += is_killed and out.exists()
+                failed = [rank for rank in found if rank.code is None or (rank.code > 0 and not is_killed)]
+                lost += [(rank.code, rank.error) for rank in failed]
+                if not any(rank.code for rank in found):  # it was faster
+                    break
+            last = self.start(out)
+            lost += [rank.error or "did not end" for rank in last if rank.code] or self.different(out, whole)
+            shutil.rmtree(out, ignore_errors=True)
+        return lost, {"kills": done, "while_writing": inside}
 
 
-def _attempt(tmp_path, words, lost, **kill):
-    """Whether a run came to its end; problems other than the kill are added to `lost`."""
-    ended = forked.start(tmp_path, forked.run, words, **kill).wait()
-    if ended.code not in (0, -9):
-        lost.append((ended.code, ended.error))
-    return ended.code == 0
+def different_files(folder, whole):
+    """Names of files that differ; also a temporary folder beside an export."""
+    found, expected = forked.content(folder), forked.content(whole)
+    names = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
+    return names + list(folder.parent.glob(f".{folder.name}*"))
 
 
-def _drill(tmp_path, run_of, kills, draw, each=3, more=()):
-    """Kill runs `each` times and let them finish; problems, differences, and the number of kills."""
-    whole, ended = _whole(tmp_path, run_of, 1, *more)
-    lost, done, number = [], 0, 0
-    while done < kills:
-        out, number = tmp_path / f"run-{number}", number + 1
-        for _ in range(each):
-            done += not _attempt(tmp_path, run_of(out, *more), lost, **draw(ended))
-        if not _attempt(tmp_path, run_of(out, *more), lost):
-            lost.append((out.name, "did not end"))
-        else:
-            lost += forked.different(out, whole)
-        shutil.rmtree(out, ignore_errors=True)
-    return lost, done
+def at_any_moment(seed, least=0.0):
+    rng = random.Random(seed)
+    return lambda ended, _: {"cpu": rng.uniform(least, 1.0) * ended.seconds}
 
 
-def test_kills_at_random_moments(tmp_path, run_of, finish):
-    rng = random.Random(0)
-    lost, done = _drill(tmp_path, run_of, 20, lambda ended: {"cpu": rng.uniform(0.0, ended.seconds)})
-    finish(lost, kills=done)
+def at_a_change_of_files(seed):
+    rng = random.Random(seed)
+    return lambda ended, _: {"event": rng.randrange(2, 2 * ended.events + 2)}
 
 
-@pytest.mark.parametrize("how", AIMED)
-def test_kills_while_files_are_written(tmp_path, run_of, finish, how):
-    rng = random.Random(how)
-    draw = lambda ended: {"event": rng.randrange(2, 2 * ended.events + 2)}  # noqa: E731
-    lost, done = _drill(tmp_path, run_of, 12, draw, each=4, more=AIMED[how])
-    finish(lost, kills=done)
+@pytest.fixture
+def training(tmp_path, run_of):
+    """More words → runs."""
+
+    def make(*more):
+        def start(out, **kill):
+            return [forked.start(tmp_path, forked.run, run_of(out, *more), **kill).wait()]
+
+        return Work(start, forked.different)
+
+    return make
+
+
+def test_kills_at_random_moments(tmp_path, training, finish):
+    lost, counts = training().kill(tmp_path, 20, 3, at_any_moment(0))
+    finish(lost, **counts)
+
+
+@pytest.mark.parametrize("more", [[], [BACKGROUND]], ids=["sync", "async"])
+def test_kills_while_files_are_written(tmp_path, training, finish, more):
+    lost, counts = training(*more).kill(tmp_path, 12, 4, at_a_change_of_files(str(more)))
+    finish(lost, **counts)
 
 
 def test_kills_while_exporting(tmp_path, run_of, finish):
-    whole, _ = _whole(tmp_path, run_of)
-    expected = tmp_path / "expected"
-    ended = forked.start(tmp_path, forked.write_export, str(whole), str(expected)).wait()
-    files = {file.name: file.read_bytes() for file in expected.iterdir()}
-    rng, lost, done = random.Random(2), [], 0
-    events = rng.sample(range(2, 2 * ended.events + 2), min(10, 2 * ended.events))
-    for event in events:
-        out = tmp_path / "exported"
-        killed = forked.start(tmp_path, forked.write_export, str(whole), str(out), event=event).wait()
-        done += killed.code == -9
-        if not out.exists():
-            forked.start(tmp_path, forked.write_export, str(whole), str(out)).wait()
-        if {file.name: file.read_bytes() for file in out.iterdir()} != files or list(
-            tmp_path.glob(".exported*")
-        ):
-            lost.append(event)
-        shutil.rmtree(out)
-    finish(lost, kills=done)
+    run = tmp_path / "run"
+    assert forked.start(tmp_path, forked.run, run_of(run)).wait().code == 0
+
+    def start(out, **kill):
+        if out.exists():  # whole, or it would not have its name
+            return [forked.Ended(0)]
+        return [forked.start(tmp_path, forked.write_export, str(run), str(out), **kill).wait()]
+
+    lost, counts = Work(start, different_files).kill(tmp_path, 10, 1, at_a_change_of_files(2))
+    finish(lost, **counts)
 
 
-@pytest.mark.parametrize("how", AIMED)
-def test_kills_of_one_of_two_ranks(tmp_path, run_of, finish, how):
-    more = [*AIMED[how], "parallel.data=zero3", "parallel.timeout_seconds=20"]
-    whole, ended = _whole(tmp_path, run_of, 2, *more)
-    rng, lost, kills, out = random.Random(how), [], 0, tmp_path / "run"
-    while kills < 6:
-        kill = (
-            {"cpu": rng.uniform(0.0, ended.seconds)}
-            if kills % 2
-            else {"event": rng.randrange(2, 2 * ended.events)}
-        )
-        found = forked.together(tmp_path, run_of(out, *more), 2, killed=kills % 3 % 2, **kill)
-        kills += any(each.code == -9 for each in found)
-        lost += ["hung" for each in found if each.code is None]
-        if all(each.code == 0 for each in found):
-            lost += forked.different(out, whole)
-            shutil.rmtree(out)
-    last = forked.together(tmp_path, run_of(out, *more), 2)
-    lost += [each.error for each in last if each.code != 0] or forked.different(out, whole)
-    finish(lost, kills=kills)
+@pytest.mark.parametrize("more", [[], [BACKGROUND]], ids=["sync", "async"])
+def test_kills_of_one_of_two_ranks(tmp_path, run_of, finish, more):
+    words = [*more, "parallel.data=zero3", "parallel.timeout_seconds=20"]
+    moments = at_a_change_of_files(str(more)), at_any_moment(str(more))
+
+    def start(out, rank=0, **kill):
+        return forked.together(tmp_path, run_of(out, *words), 2, killed=rank, **kill)
+
+    def draw(ended, kills):
+        return moments[kills % 2](ended, kills) | {"rank": kills % 3 % 2}
+
+    lost, counts = Work(start, forked.different).kill(tmp_path, 6, 6, draw)
+    finish(lost, **counts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["tokenizer=byte"],
+        ["tokenizer=bpe", "--shards=7"],
+        ["tokenizer=byte", "--part=2/3"],
+        ["data.dedup=true"],
+    ],
+    ids=["plain", "shards", "part", "dedup"],
+)
+def test_a_killed_prepare_ends_with_the_same_bytes(tmp_path, finish, options):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in range(6):
+        lines = [{"text": f"{file} {line % 300} " + "word " * (line % 40)} for line in range(600)]
+        (source / f"{file}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def start(out, **kill):
+        cache = [f"data.cache={tmp_path / 'caches' / out.name}", f"--store={out / 'store'}"]
+        words = ["data=jsonl", f"data.path={source}", *options, *cache]
+        return [forked.start(tmp_path, forked.prepare_in_parts, words, **kill).wait()]
+
+    lost, counts = Work(start, different_files).kill(tmp_path, 6, 6, at_any_moment(str(options), 0.1))
+    finish(lost, **counts)

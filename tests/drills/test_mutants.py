@@ -46,7 +46,6 @@ from multipack.shapes.config_json import config_of
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose_run, trained_shape
-from multipack.training.train import train
 from multipack.training.trainer import Trainer
 
 # --- stores and tokenizers ----------------------------------------------------------------------------
@@ -117,13 +116,11 @@ def tokenizers(folder, store):
 
     def read():
         loaded = Tokenizer.load(folder)
-        loaded.decode(loaded.encode("some text, é\n\n")[:8])
         if loaded.chat_template:
             special = (loaded.special_tokens, loaded.bos_token, loaded.eos_token)
             chat = ChatTemplate(loaded.chat_template, *special)
             loaded.encode_parts([chat.parts([{"role": "user", "content": "a"}])])
 
-    yield Surface("tokenizer", file, {of_bytes: 200, of_json: 400}, read)
     yield Surface("tokenizer_config", beside, {of_bytes: 100, of_json: 150}, read)
     chat, source = folder / "chat_template.json", folder / "template.jinja"
     chat.write_text(template.to_json())
@@ -186,22 +183,14 @@ def hosts(folder, store):
 # --- runs ---------------------------------------------------------------------------------------------
 
 
-def finished_run(folder, store):
-    """A run of four steps."""
-    words = f"data=store data.path={store} model=tiny train.steps=4 train.eval_every=2 train.dtype=fp32"
-    words += " plan.capacity=1024 plan.packs_per_step=2 train.checkpoint_every=2 train.sample_tokens=0"
-    train(compose_run([*words.split(), f"data.cache={folder / 'cache'}", f"out={folder / 'run'}"]))
-    return RunDirectory(folder / "run")
-
-
 def with_hash(path):
     """A function that makes the checksum of a checkpoint's state.json again."""
     state = path / "state.json"
     return lambda: (path / ".complete").write_text(hashlib.sha256(state.read_bytes()).hexdigest())
 
 
-def checkpoints(folder, store):
-    run = finished_run(folder, store)
+def checkpoints(folder, finished):
+    run = RunDirectory(shutil.copytree(finished, folder / "run"))
     path = run.latest_checkpoint()
     state, config = path / "state.json", path / "config.yaml"
 
@@ -233,11 +222,10 @@ def checkpoints(folder, store):
     yield Surface("metrics", run.metrics, {of_bytes: 150}, lambda: list(RunDirectory(run.path).records()))
 
 
-def progress_of_checkpoints(folder, store):
+def progress_of_checkpoints(folder, finished):
     """Fields of a run's progress, through the trainer that restores them."""
-    run = finished_run(folder, store)
+    run = RunDirectory(shutil.copytree(finished, folder / "run"))
     path = run.latest_checkpoint()
-    whole = shutil.copytree(run.path, run.path.with_name("copy"))
     assert json.loads((path / "state.json").read_bytes())["progress"]
 
     def of_progress(content, draw):
@@ -247,8 +235,8 @@ def progress_of_checkpoints(folder, store):
 
     def read():
         for name in ("metrics.jsonl", "samples.txt"):
-            shutil.copyfile(whole / name, run.path / name)
-        config = compose_run([f"train.resume={path}", "train.steps=6"])
+            shutil.copyfile(finished / name, run.path / name)
+        config = compose_run([f"train.resume={path}", "train.steps=8"])
         console = Console(stream=io.StringIO())
         Trainer(assemble(config, World(), console, time.perf_counter), console).close()
 
@@ -335,7 +323,7 @@ def state_of(name):
 
 
 SURFACES = [stores, positions_of_streams, tokenizers, words_of_commands, weights_of_huggingface, hosts]
-SURFACES += [checkpoints, progress_of_checkpoints]
+RUNS = [checkpoints, progress_of_checkpoints]
 
 
 @pytest.mark.timeout(7200)
@@ -346,3 +334,9 @@ SURFACES += [checkpoints, progress_of_checkpoints]
 )
 def test_mutants(make, drill, tmp_path, store):
     drill(make(tmp_path, store))
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("make", RUNS, ids=lambda make: make.__name__)
+def test_mutants_of_runs(make, drill, tmp_path, finished):
+    drill(make(tmp_path, finished))

@@ -8,7 +8,6 @@ import pytest
 from multipack.cli.plan_settings import PlanCommand
 from multipack.planning import report as measure
 from multipack.planning.advice import advise
-from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 from multipack.words import merge
 
@@ -125,11 +124,3 @@ def test_a_curriculum_is_not_called_grouped(heavy):
     made = plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given")
     assert measure.report(made, 1).mean_length_spread > 3
     assert advice(made, 1) == []
-
-
-def test_few_documents_of_constant_cost():
-    """Fewer documents than ranks, and no cost to share: there is nothing that would have to be divided."""
-    constant = CostModel(None, linear=0, quadratic=0, constant=1)
-    made = plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant)
-    assert made.num_steps == 2
-    assert not any("context parallelism" in said for said in advice(made, 8))

@@ -14,7 +14,7 @@ from multipack.shapes import SHAPES
 
 LLAMA = SHAPES["llama-8b"]
 COST = CostModel.from_shape(LLAMA)
-STEEP = CostModel(None, linear=50, constant=7)
+STEEP = CostModel(None, linear=50)
 
 
 def held(placement):

@@ -1,6 +1,5 @@
 """Measures: each checked by hand or by brute force, and bounds that hold."""
 
-import itertools
 import json
 import math
 
@@ -13,7 +12,6 @@ from drawn import problems
 from multipack.planning import report as measure
 from multipack.planning.advice import advise
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import least_step_cost
 from multipack.planning.plan import plan
 from multipack.planning.steps import permutation
 
@@ -74,8 +72,6 @@ def test_a_report_by_hand():
     assert report.l2_lag_mean == report.l2_lag_max == math.sqrt(squares[1] - squares[0])
     assert report.mean_length_spread is None
     assert report.kappa == pytest.approx((57_257 + 30) / (57_257 + 1500 / 70))
-    assert report.late_share == 0
-    assert measure.report(made, 2, split_documents=3).split_documents == 3
 
 
 def test_ranks_that_do_not_divide_the_packs_pad_more():
@@ -131,18 +127,9 @@ def test_displacement_of_an_exact_cut():
     assert made.num_steps == 10
     assert measure.displacement(made).max() <= 0.5
     carried = plan([10] * 40, capacity=20, packs_per_step=2, window=1, tail="carry", carried=[3, 3, 5])
-    assert measure.displacement(carried).max() <= 0.5
-
-
-def test_late_documents_moved_further_than_the_window():
-    made = plan([10] * 40, capacity=20, packs_per_step=2, window=1, order="given")
-    assert measure.report(made, 2).late_share == 0
-    moved = measure.displacement(made)
-    assert measure.report(made, 2).displacement_p99 == np.sort(moved)[39]
-    lengths = np.random.default_rng(3).integers(1, 100, 300)  # of which many do not fit where they belong
-    tight = plan(lengths, capacity=100, packs_per_step=2, window=1)
-    report, moved = measure.report(tight, 2), measure.displacement(tight)
-    assert report.late_share == np.mean(moved > 1) > 0
+    moved = measure.displacement(carried)
+    assert moved.max() <= 0.5
+    assert measure.report(carried, 2).displacement_p99 == np.quantile(moved, 0.99, method="inverted_cdf")
 
 
 def test_seeded_order_is_the_order_of_the_epoch():
@@ -170,40 +157,6 @@ def test_dropped_is_counted():
     assert made.dropped.tolist() == sorted(set(range(45)) - set(made.order.tolist()))
     carried = measure.report(plan([10] * 45, capacity=20, packs_per_step=2, tail="carry"), 1)
     assert (carried.carried_documents, carried.dropped_documents) == (1, 0)
-
-
-MODELS = {
-    "llama": lambda lengths: CostModel(None, 50, 1).cost(lengths),
-    "attention alone": lambda lengths: CostModel(None, 0, 1).cost(lengths),
-    "tokens": np.copy,
-    "a constant for each document": lambda lengths: CostModel(None, 3, 1).cost(lengths) + 700,
-    "a sliding window": lambda lengths: 5 * lengths + np.minimum(lengths, 7) ** 2 + 11,
-    "steps": lambda lengths: 1 + 900 * (lengths > 6) + 40 * (lengths > 13),
-}
-
-
-@settings(deadline=None, max_examples=48)
-@given(st.data())
-def test_no_arrangement_is_below_the_bound(data):
-    """Every arrangement of a few documents, by brute force."""
-    world, micro_batches = data.draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 3), (2, 3)]))
-    packs, capacity = world * micro_batches, data.draw(st.integers(3, 30))
-    shortest = max(data.draw(st.sampled_from([1, capacity // 3, capacity // 2])), 1)
-    most = {2: 8, 3: 7, 4: 6, 6: 5}[packs]
-    lengths = np.array(data.draw(st.lists(st.integers(shortest, capacity), min_size=1, max_size=most)))
-    costs = MODELS[data.draw(st.sampled_from(sorted(MODELS)))](lengths)
-    ways = np.array(list(itertools.product(range(packs), repeat=len(lengths))))
-    inside = ways[:, :, None] == np.arange(packs)
-    fits = (inside * lengths[None, :, None]).sum(axis=1).max(axis=1) <= capacity
-    reached = (inside * costs[None, :, None]).sum(axis=1)[fits]
-    if not len(reached):
-        return
-    table = reached.reshape(-1, micro_batches, world)
-    for sync in ("micro", "step"):
-        times = table.sum(axis=1).max(axis=1) if sync == "step" else table.max(axis=2).sum(axis=1)
-        optimum = times.min()
-        bound = least_step_cost(lengths, costs, world, micro_batches, capacity, sync)
-        assert max(-(-int(costs.sum()) // world), 1) <= bound <= optimum
 
 
 @pytest.mark.parametrize("documents", [1, 2, 50])

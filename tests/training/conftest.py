@@ -18,19 +18,8 @@ from multipack.training.train import train
 from multipack.training.trainer import Trainer
 
 TIMED = {
-    "dt",
-    "dtf",
-    "dtb",
-    "dto",
-    "data_time",
-    "sps",
-    "tps",
-    "sps_per_device",
-    "tps_per_device",
-    "mfu",
-    "memory",
-    "time_spread",
-    "dtc",
+    *("dt", "dtf", "dtb", "dto", "data_time", "mfu", "memory", "time_spread", "dtc"),
+    *("sps", "tps", "sps_per_device", "tps_per_device"),
 }
 """Metrics that differ between equal runs."""
 

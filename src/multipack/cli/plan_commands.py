@@ -126,8 +126,6 @@ class Planned(NamedTuple):
     """`Items`, of documents that share their beginnings, hold targets and weights themselves."""
     targets: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
-    cut: int = 0
-    """Number of documents that were truncated or split."""
     rows: tuple[tuple[str, str], ...] = ()
     """Rows of text on the documents that are left out."""
 
@@ -143,8 +141,7 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
 
     with console.progress("tokenizing") as advance:
         corpus = load_corpus(command.data, command.tokenizer, limit=command.plan.capacity, progress=advance)
-    found, fit = corpus.train, corpus.train_fit
-    cut = 0 if fit.policy == "drop" else fit.documents
+    found = corpus.train
     name, rows = command.data.path or command.data.source, tuple(corpus_rows(corpus))
     if (share := command.data.share_prefixes) != "off":
         from multipack.data.views.shared_prefixes import SharedPrefixes
@@ -152,8 +149,8 @@ def _documents(path: Path | None, command: PlanCommand, console: Console) -> Pla
         options, least = command.plan.for_ranks(command.world_size), command.data.min_prefix
         window = command.model.window
         source = SharedPrefixes.of(found, share, options, min_prefix=least, window=window)
-        return Planned(name, source.items(command.train.seed, command.epoch), cut=cut, rows=rows)
-    return Planned(name, found.lengths, found.target_counts, found.weights, cut, rows)
+        return Planned(name, source.items(command.train.seed, command.epoch), rows=rows)
+    return Planned(name, found.lengths, found.target_counts, found.weights, rows)
 
 
 def _planned(
@@ -176,7 +173,7 @@ def _planned(
             cost=CostModel.from_shape(command.model, adapter=command.adapter),
             options=command.plan.for_ranks(command.world_size),
         )
-        found = report(made, command.world_size, command.sync, split_documents=documents.cut)
+        found = report(made, command.world_size, command.sync)
     return made, found, advise(made, found)
 
 

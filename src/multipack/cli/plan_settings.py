@@ -24,7 +24,7 @@ from multipack.training.run_config import (
 )
 from multipack.words import ConfigError, given_values, merge, split
 
-SHORT = {"seed": "train.seed", "context": "parallel.context", "padded_batch_size": "train.padded_batch_size"}
+SHORT = {"seed": "train.seed", "context": "parallel.context"}
 """Short names of settings of a run, of which the report makes much."""
 
 

@@ -47,12 +47,7 @@ _PAIRS = by_name({"prompt_pairs ultra": "prompt", "intel": "question", "icr": "i
 
 
 def data_settings(entries: list[Entry], keys: Entry, kind: str) -> tuple[Settings, list[str]]:
-    """Settings of all data sets, without the prefix `data.`, and the commands to run first.
-
-    Args:
-        entries: values of `datasets` or `pretraining_dataset`.
-        keys: the whole configuration.
-        kind: `model_type` of the model; empty = unknown.
+    """Settings of all data sets for a model of type `kind`, without the prefix `data.`, and the commands to run first.
 
     Raises:
         NotHonored: a data set cannot be read as Axolotl reads it.

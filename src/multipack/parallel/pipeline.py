@@ -115,7 +115,7 @@ class PipelineEngine(ModelEngine):
             )
         self._slots = self._slots or micro_batches[0].num_slots
         batches = self._shares(micro_batches, self._slots)
-        self._training = self._training or ScheduleRunner(self, len(batches), self._slots, trains=True)
+        self._training = self._training or ScheduleRunner(self, batches, trains=True)
         with keeping_copies(self.world.device):
             losses = self._training.step(batches, scale)
         self._sum_shared_gradients()
@@ -126,11 +126,10 @@ class PipelineEngine(ModelEngine):
         """See `ModelEngine`; any number of packs with the same number of slots."""
         if not micro_batches:
             return []
-        slots = micro_batches[0].num_slots
-        batches = self._shares(micro_batches, slots)
+        batches = self._shares(micro_batches, micro_batches[0].num_slots)
         with self.evaluating():
             # Built for each call: its buffers have this number and size, and are freed afterwards.
-            losses = ScheduleRunner(self, len(batches), slots, trains=False).step(batches)
+            losses = ScheduleRunner(self, batches, trains=False).step(batches)
         found: list[float] = self._counted_once(losses).tolist()
         return found
 
@@ -201,8 +200,7 @@ class ScheduleRunner:
 
     Args:
         engine: the rank's stages, and the precision and order of their passes.
-        micro_batches: number of micro-batches of a step.
-        slots: slots of each pack.
+        batches: this rank's shares of the packs of a step; others have as many, of the same size.
         trains: whether there are backward passes.
 
     Attributes:
@@ -210,9 +208,9 @@ class ScheduleRunner:
         passes: passes of the last step, in order.
     """
 
-    def __init__(self, engine: PipelineEngine, micro_batches: int, slots: int, *, trains: bool) -> None:
-        self.engine, self.count, self.scale = engine, micro_batches, 1.0
-        self.hidden = (slots // engine.mesh.sizes["tp"], engine.width), engine.hidden_dtype
+    def __init__(self, engine: PipelineEngine, batches: Sequence[Any], *, trains: bool) -> None:
+        self.engine, self.count, self.scale = engine, len(batches), 1.0
+        self.hidden = (batches[0].num_slots // engine.mesh.sizes["tp"], engine.width), engine.hidden_dtype
         self.batches: list[Any] = []
         self.losses: dict[int, Tensor] = {}
         self.passes: list[Pass] = []
@@ -222,7 +220,7 @@ class ScheduleRunner:
             kind = ScheduleGPipe if len(own) == 1 else ScheduleLoopedBFS
         loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
         stage_or_stages: Any = own[0] if len(own) == 1 else own
-        self._schedule = kind(stage_or_stages, micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedule = kind(stage_or_stages, self.count, loss_fn=loss, scale_grads=False)
 
     def step(self, batches: list[Any], scale: float = 1.0) -> Tensor:
         """Run all passes; losses are multiplied by `scale` before their backward passes.

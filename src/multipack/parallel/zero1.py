@@ -74,7 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 parameter.grad = gradient
         for owner, held in enumerate(self._owned):
             if held:
-                dist._broadcast_coalesced(self._group, [local(each) for each in held], BUCKET_BYTES, owner)  # type: ignore[attr-defined]
+                values = [local(each) for each in held]
+                dist._broadcast_coalesced(self._group, values, BUCKET_BYTES, owner)  # type: ignore[attr-defined]
 
 
 def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

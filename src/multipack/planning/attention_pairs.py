@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +20,10 @@ class AttentionPairs(NamedTuple):
     Attributes:
         pairs: query-key pairs, counted twice: Σ l(2p + l + 1) over nodes of l tokens behind p. One document: l(l + 1).
         windowed: pairs inside the cost model's window, counted twice: Σ 2·min(t, window) over tokens at position t.
-        documents: number of documents.
     """
 
     pairs: NDArray[np.int64]
     windowed: NDArray[np.int64]
-    documents: NDArray[np.int64]
 
     @classmethod
     def of(
@@ -42,16 +39,8 @@ class AttentionPairs(NamedTuple):
         shared = np.broadcast_to(shared, lengths.shape)
         pairs = lengths * (lengths + 1) - shared * (shared + 1)
         windowed = windowed_pairs(lengths, window) - windowed_pairs(shared, window)
-        return cls(pairs, windowed, np.ones_like(pairs))
+        return cls(pairs, windowed)
 
     def take(self, items: NDArray[np.integer[Any]]) -> AttentionPairs:
         """Attention of these items."""
         return AttentionPairs(*(values[items] for values in self))
-
-
-AttentionOf = Callable[[NDArray[Any]], AttentionPairs | None]
-"""Numbers of items → their attention; None = each is one document, whose attention follows from its length."""
-
-
-def each_alone(items: NDArray[Any]) -> None:
-    """Attention of items that are one document each."""

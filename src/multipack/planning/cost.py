@@ -21,7 +21,6 @@ Variants change one term each:
     recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
     adapters             frozen matrices 4 instead of 6, since they have no gradients; matrices of adapters 6
-    constant             per document, such as kernel launches
 
 Documents that share their beginning compute it once. A node of l tokens behind p others costs L*·l + l(2p + l + 1).
 `AttentionPairs` has the second term of items of such documents.
@@ -46,17 +45,17 @@ from multipack.shapes.adapter import AdapterConfig
 
 Recompute = Literal["none", "flash", "full"]
 
-WEIGHTS = ("linear", "quadratic", "sliding", "constant")
+WEIGHTS = ("linear", "quadratic", "sliding")
 """Integer weights of the cost, in the order of its formula."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of documents for one model: integers for plans, FLOPs, and seconds if they were measured.
+    """The cost of documents for one model: integers for plans, and FLOPs.
 
-        cost(l) = linear·l + quadratic·l(l+1) + sliding·2·Σ_{t ≤ l} min(t, window) + constant
+        cost(l) = linear·l + quadratic·l(l+1) + sliding·2·Σ_{t ≤ l} min(t, window)
 
-    Costs have no unit: only their ratios matter, and the four weights are divided by their greatest common divisor.
+    Costs have no unit: only their ratios matter, and the weights are divided by their greatest common divisor.
     Two models with the same costs are equal and give equal plans.
 
     Attributes:
@@ -65,7 +64,6 @@ class CostModel:
         quadratic: weight of l(l+1): 1, or the share of layers without a window.
         sliding: weight of the pairs inside the window: the share of layers with a window.
         window: tokens that these layers see; 0 = no layer has a window.
-        constant: cost per document.
         recompute: what the backward pass recomputes.
         adapter: what is trained, for FLOPs; None = all matrices.
     """
@@ -75,7 +73,6 @@ class CostModel:
     quadratic: int = 1
     sliding: int = 0
     window: int = 0
-    constant: int = 0
     recompute: Recompute = field(default="none", compare=False)
     adapter: AdapterConfig | None = field(default=None, compare=False)
 
@@ -93,7 +90,7 @@ class CostModel:
             )
         divisor = math.gcd(*(getattr(self, name) for name in WEIGHTS))
         if divisor == 0:
-            raise ValueError("a cost model needs a weight above 0: linear, quadratic, sliding or constant")
+            raise ValueError("a cost model needs a weight above 0: linear, quadratic or sliding")
         for name in WEIGHTS:
             object.__setattr__(self, name, getattr(self, name) // divisor)
 
@@ -147,11 +144,11 @@ class CostModel:
         """`cost` without checks: a plan checks its documents once, and computes costs of every window."""
         if attention is not None:
             cost = self.linear * slots + self.quadratic * attention.pairs
-            return cost + self.sliding * attention.windowed + self.constant * attention.documents
+            return cost + self.sliding * attention.windowed
         cost = slots * (self.linear + self.quadratic * (slots + 1))
         if self.sliding:
             cost += self.sliding * windowed_pairs(slots, self.window)
-        return cost + self.constant if self.constant else cost
+        return cost
 
     def check(self, lengths: Integers) -> None:
         """Raise the errors of `cost` without allocating the costs."""
@@ -159,7 +156,7 @@ class CostModel:
         pairs = self.quadratic * (longest + 1) + self.sliding * min(longest + 1, 2 * self.window)
         # The sum of lengths does not overflow if this product, which is at least as large, is below 2^63.
         wraps = longest * count >= 1 << 63
-        if wraps or int(lengths.sum()) * (self.linear + pairs) + count * self.constant >= 1 << 62:
+        if wraps or int(lengths.sum()) * (self.linear + pairs) >= 1 << 62:
             raise ValueError(
                 f"{count:,} documents of up to {longest:,} tokens cost more than int64 can hold;"
                 " plan them in several parts"
@@ -177,7 +174,8 @@ class CostModel:
 
     def key(self) -> dict[str, int]:
         """Plain values that determine the costs."""
-        return {name: getattr(self, name) for name in (*WEIGHTS, "window")}
+        # Documents could once cost a constant each; the same plans keep their fingerprints.
+        return {name: getattr(self, name) for name in (*WEIGHTS, "window")} | {"constant": 0}
 
     def flops(
         self, lengths: ArrayLike, attention: AttentionPairs | None = None, *, executed: bool = False

@@ -135,8 +135,7 @@ class Placement:
             slots: slots that every rank computes, filled or not; 0 = the slots of its tokens.
         """
         linear = np.full(self.ranks, slots) if slots else self.tokens
-        constants = sums(self.rank, (self.start == 0).astype(np.int64), self.ranks)
-        return linear * cost.linear + cost.quadratic * self.attention + cost.constant * constants
+        return linear * cost.linear + cost.quadratic * self.attention
 
     @cached_property
     def attention(self) -> Integers:

@@ -338,7 +338,7 @@ def plan(
         options: every option at once; keywords override it.
         targets: (documents,) target tokens of each document; None = length − 1. Changes no step.
         weights: (documents,) weight of each document in the loss, at least 0; None = 1. Changes no step.
-        cost: the cost of documents: a fitted model, a shape, or None for Llama 3 8B.
+        cost: the cost of documents: a `CostModel`, a shape, or None for Llama 3 8B.
         seed: of the order; any integer.
         epoch: from 0; with the seed it determines the order.
         steps: make exactly this many steps. With `tail="keep"`, windows become wider where documents do not fit

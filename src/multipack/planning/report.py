@@ -56,8 +56,6 @@ class PlanReport:
     """Number of tokens of the dropped documents."""
     carried_documents: int
     """Number of documents left for the next epoch."""
-    split_documents: int
-    """Number of documents that were truncated or split before planning because they were longer than a pack."""
     slots: int
     """Number of slots that the documents in the steps take: their tokens, each common beginning of an item once."""
     minimum_slots: int
@@ -90,8 +88,6 @@ class PlanReport:
     """99th percentile of that number of steps."""
     displacement_max: float
     """Maximum of that number of steps."""
-    late_share: float
-    """Share of documents that moved further than the window."""
     longest_wait: int
     """Maximum number of steps between the first step with a later document and a document's own step."""
     mean_length_spread: float | None
@@ -111,7 +107,6 @@ def report(
     data_parallel_size: int = 1,
     sync: Sync = "micro",
     sample: int | None = SAMPLE,
-    split_documents: int = 0,
 ) -> PlanReport:
     """Measure a plan for a number of ranks.
 
@@ -121,7 +116,6 @@ def report(
         sync: where ranks wait for each other.
         sample: maximum number of evenly spaced steps to assign to ranks; None = every step. Measures that do not
             depend on ranks are computed over all steps.
-        split_documents: value of the report's field.
 
     Raises:
         ValueError: there are more ranks than packs in a step, `sync` is unknown, or `sample` is below 1.
@@ -145,7 +139,6 @@ def report(
         dropped_documents=len(made.dropped),
         dropped_tokens=int(made.lengths[made.dropped].sum()),
         carried_documents=len(made.carried),
-        split_documents=split_documents,
         slots=slots,
         minimum_slots=least,
         efficiency=efficiency(tokens, count, made.packs_per_step, made.capacity),
@@ -154,7 +147,6 @@ def report(
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
-        late_share=float(np.mean(moved > made.options.window)),
         longest_wait=longest_wait(made),
         mean_length_spread=mean_length_spread(made),
         kappa=kappa(planned, made.costs(order)),

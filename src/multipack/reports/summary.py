@@ -64,7 +64,7 @@ def report_rows(
     full = options.budget in (0, options.capacity)
     bound = "lower bound" if full else "lower bound for full packs"
     dropped = counted(report.dropped_documents, "documents"), counted(report.dropped_tokens, "tokens")
-    carried, split = report.carried_documents, report.split_documents
+    carried = report.carried_documents
     milliseconds = f"{1000 * report.seconds:.1f} ms"
     return _rows(
         ("documents", f"{report.documents:,}"),
@@ -82,8 +82,7 @@ def report_rows(
             "displacement",
             "steps between a document's place in the order and its step: median"
             f" {report.displacement_median:.1f}, 99 % {report.displacement_p99:.1f}, maximum"
-            f" {report.displacement_max:.1f}; {report.late_share:.2%} moved further than the window, longest wait"
-            f" {counted(report.longest_wait, 'steps')}",
+            f" {report.displacement_max:.1f}; longest wait {counted(report.longest_wait, 'steps')}",
         ),
         (
             "mean length",
@@ -93,7 +92,6 @@ def report_rows(
         ),
         ("dropped", ", ".join(dropped)),
         ("carried", f"{carried:,} documents, trained first in the next epoch" if carried else ""),
-        ("split", f"{split:,} documents longer than a pack, truncated or split" if split else ""),
         ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
         (
             "padding instead",

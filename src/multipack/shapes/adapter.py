@@ -127,15 +127,13 @@ class AdapterConfig:
             ValueError: one does not; the message has the nearest names.
         """
         parts = {".".join(name.split(".")[2:]): None for name in matrices}
-        for setting, patterns, names, known in (
-            ("targets", self.targets, matrices, [*parts, *ALIASES]),
-            ("train", self.train, modules, list(modules)),
+        for setting, kind, patterns, matches, names, known in (
+            ("targets", "matrix of a block", self.targets, _matches, matrices, [*parts, *ALIASES]),
+            ("train", "module", self.train, _begins, modules, [*modules]),
         ):
-            matches = _matches if setting == "targets" else _begins
             for pattern in patterns:
                 if not any(matches(name, pattern) for name in names):
-                    near = difflib.get_close_matches(pattern, known, 3, 0.5) or list(known)[:4]
-                    kind = "matrix of a block" if setting == "targets" else "module"
+                    near = difflib.get_close_matches(pattern, known, 3, 0.5) or known[:4]
                     raise ValueError(
                         f"adapter.{setting}: {pattern} is no {kind} of this model; there are {', '.join(near)}, …"
                     )
@@ -146,27 +144,27 @@ class AdapterConfig:
         Raises:
             ValueError: they have not; the message names the nearest legal choice.
         """
-        if self.format is None or self.format.block == 1 or shape.architecture:
+        if self.format is None or shape.architecture:
             return
         block = self.format.block
-        other = next(name for name, row in FORMATS.items() if row.block == 1)
-        divided = {"heads × head_dim": shape.heads * shape.head_width, "d_ff": shape.d_ff}
-        for name, size in {"d_model": shape.d_model, **divided}.items():
-            if size % block:
-                raise ValueError(
-                    f"adapter.quantize={self.quantize} divides the {size} numbers of a row (model.{name}) into blocks"
-                    f" of {block}, of which that is no multiple: use adapter.quantize={other}"
-                )
-        fitting = [
-            each
-            for each in range(1, ranks + 1)
-            if ranks % each == 0 and all(size % (each * block) == 0 for size in divided.values())
-        ]
-        if fitting[-1] != ranks:
+        rows = {
+            "d_model": shape.d_model,
+            "heads × head_dim": shape.heads * shape.head_width,
+            "d_ff": shape.d_ff,
+        }
+
+        def cut(ranks: int) -> list[str]:
+            """The rows without whole blocks on so many ranks, which divide all but the residual stream."""
+            sizes = {name: size / (1 if name == "d_model" else ranks) for name, size in rows.items()}
+            return [f"model.{name}={rows[name]}" for name, size in sizes.items() if size % block]
+
+        if names := cut(ranks):
+            other = next(name for name, row in FORMATS.items() if row.block == 1)
+            fitting = [each for each in range(1, ranks) if ranks % each == 0 and not cut(each)]
+            advice = f"parallel.tensor={fitting[-1]}, or " if fitting else ""
             raise ValueError(
-                f"parallel.tensor={ranks} divides rows of {' and '.join(map(str, divided.values()))} numbers"
-                f" ({' and '.join(f'model.{name}' for name in divided)}) and would cut blocks of {block} of"
-                f" adapter.quantize={self.quantize}: use parallel.tensor={fitting[-1]}, or adapter.quantize={other}"
+                f"adapter.quantize={self.quantize} has blocks of {block} numbers, and parallel.tensor={ranks} no"
+                f" whole ones in rows of {' and '.join(names)}: use {advice}adapter.quantize={other}"
             )
 
 

@@ -22,8 +22,14 @@ _GATED = (
     *("qwen2_moe", "qwen3_moe", "olmo", "olmoe"),
     *("cohere", "cohere2", "granitemoe", "glm4", "glm4_moe"),
 )
-_PLAIN = ("gptj", "gpt_neox", "gpt_bigcode", "phi")
-"""Model types without a row in families.py whose feed-forward layers have a gate, or none; files do not state it."""
+"""Model types without a row in families.py whose feed-forward layers have a gate, which files do not state."""
+_PLAIN = {"norm": "layernorm", "activation": "gelu", "bias": True}
+_SWITCHES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gptj", "gpt_neox", "phi"), _PLAIN),
+    "gpt_bigcode": {**_PLAIN, "positions": "learned"},
+    "qwen2_moe": {"qkv_bias": True},
+}
+"""Model type without a row there → field of `ModelShape` → value, where it is not Llama's."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), BY_TYPE["qwen2"].defaults),
     **{kind: {"tie_word_embeddings": True} for kind in ("gpt_bigcode", "cohere")},
@@ -71,8 +77,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     """Check the sizes of a model, and of models inside it, before they determine the sizes of lists and tensors.
 
     Raises:
-        ValueError: a number of layers, heads, experts or groups is beyond `MOST_LAYERS`, or a width beyond
-            `MOST_WIDTH`.
+        ValueError: a count is beyond `MOST_LAYERS`, or a width beyond `MOST_WIDTH`.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -90,34 +95,23 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Read the fields of a `ModelShape` from a Hugging Face configuration.
-
-    Args:
-        source: the file's content, its path, or the folder of config.json.
-
-    Raises:
-        ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
-        FileNotFoundError: the file does not exist.
-    """
+    """The fields that `ModelShape.from_huggingface` reads; raises its errors."""
     given = language_config(source if isinstance(source, Mapping) else read_json(Path(source)))
     kind = str(given.get("model_type", "?"))
-    family, is_plain = BY_TYPE.get(kind), kind in _PLAIN
+    family = BY_TYPE.get(kind)
     filled = {**_DEFAULTS.get(kind, {}), **given}
     config = {name: value for name, value in filled.items() if value is not None}
     _check_known(kind, config)
     found = _sizes(kind, config)
     fields = {
         **found,
-        **_layers_that_differ(config, found),
-        "positions": "learned" if kind == "gpt_bigcode" else "rope",
-        "norm": "layernorm" if is_plain else "rmsnorm",
-        "activation": "gelu" if is_plain else "swiglu",
-        "bias": is_plain,
-        "qkv_bias": kind == "qwen2_moe",
+        **_windows(config, found["layers"]),
+        "dense_layers": _dense_layers(config, found["layers"]) if found["experts"] else 0,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "norm_eps": real_of(config, _EPSILONS, 1e-5),
         # The cost does not depend on these: an unknown scaling, or another one in some layers, is no error.
         **read_rotation(config),
+        **_SWITCHES.get(kind, {}),
     }
     if family is not None:
         fields |= {"family": kind, **_family_fields(family, config, fields)}
@@ -142,6 +136,8 @@ def _sizes(kind: str, config: Mapping[str, Any]) -> dict[str, int]:
     missing = [" or ".join(dict.fromkeys(_NAMES[field])) for field in needed if not found[field]]
     if missing:
         raise ValueError(f"the configuration of model_type={kind!r} lacks {'; '.join(missing)}")
+    if found["layers"] > MOST_LAYERS:  # before lists of them are made
+        raise ValueError(f"num_hidden_layers={found['layers']} is more than {MOST_LAYERS:,}")
     # Files of dense models may name settings that they do not use.
     if not found["experts"]:
         found |= dict.fromkeys(("experts_per_token", "expert_width", "shared_experts", "shared_width"), 0)
@@ -157,14 +153,11 @@ def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[st
     found = family.switches_of(fields["d_model"]) | {"bias": family.always_bias}
     if "window" not in family.fields and not config.get("use_sliding_window"):
         found |= {"window": 0, "window_layers": 0, "full_every": 0}
-    return found | {setting.field: setting.read(config, fields) for setting in family.settings}
+    return found | {each.field: each.read(config, fields) for each in family.settings if each.read}
 
 
 def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any], windowed: bool) -> str:
-    """Settings for which the decoder would compute another function than the model; empty if there are none.
-
-    `windowed` is whether a layer has a window.
-    """
+    """Settings for which the decoder would compute another function; `windowed` = a layer has a window."""
     if family is None:
         return f"model_type={kind!r}"
     differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
@@ -187,54 +180,48 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
         )
-    if kind not in (*BY_TYPE, *_GATED, *_PLAIN) and config.get("hidden_act") not in ("silu", "swish"):
+    if kind not in (*BY_TYPE, *_GATED, *_SWITCHES) and config.get("hidden_act") not in ("silu", "swish"):
         raise ValueError(
             f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
             " feed-forward layer is gated; give a ModelShape instead"
         )
 
 
-def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """The fields of windows (`window`, `full_every`, `window_layers`), and `dense_layers` of a mixture."""
-    layers = found["layers"]
+def _windows(config: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """The fields `window`, `full_every` and `window_layers`; none if no layer has a window."""
     window = number_of(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
+    sliding = _sliding(config, layers)
+    if not window or not any(sliding):
+        return {}
+    every = next((n for n in range(1, layers + 1) if sliding == _with_windows(layers, n)), 0)
+    count = 0 if every or all(sliding) else sum(sliding)
+    return {"window": window, "full_every": every, "window_layers": count}
+
+
+def _sliding(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has a window, if there is one."""
     kinds, pattern = config.get("layer_types"), number_of(config, ("sliding_window_pattern",))
-    if layers > MOST_LAYERS:
-        return {}  # more than a shape may have, which its check reports
     if isinstance(kinds, list):
         unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != layers:
             raise ValueError(
                 f"layer_types must name {layers} layers of known cost, got {unknown or len(kinds)}"
             )
-        sliding = [kind == "sliding_attention" for kind in kinds]
-    elif pattern:
-        sliding = _with_windows(layers, pattern)
-    elif config.get("use_sliding_window"):
-        sliding = [layer >= number_of(config, ("max_window_layers",)) for layer in range(layers)]
-    else:
-        sliding = [True] * layers
-    fields: dict[str, int] = {}
-    if window and any(sliding):
-        every = next((n for n in range(1, layers + 1) if sliding == _with_windows(layers, n)), 0)
-        count = 0 if every or all(sliding) else sum(sliding)
-        fields = {"window": window, "full_every": every, "window_layers": count}
-    if found["experts"]:
-        first, every = (
-            number_of(config, ("first_k_dense_replace",)),
-            number_of(config, ("moe_layer_freq",)) or 1,
-        )
-        step, dense = (
-            number_of(config, ("decoder_sparse_step",)) or 1,
-            tuple(config.get("mlp_only_layers", ())),
-        )
-        with_experts = [
-            i
-            for i in range(layers)
-            if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
-        ]
-        fields["dense_layers"] = layers - len(with_experts)
-    return fields
+        return [kind == "sliding_attention" for kind in kinds]
+    if pattern:
+        return _with_windows(layers, pattern)
+    # Only Qwen's files say that windows are used, and from which layer on.
+    first = number_of(config, ("max_window_layers",)) if config.get("use_sliding_window") else 0
+    return [layer >= first for layer in range(layers)]
+
+
+def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Number of layers of a mixture without experts."""
+    first = number_of(config, ("first_k_dense_replace",))
+    every, step = (number_of(config, (name,)) or 1 for name in ("moe_layer_freq", "decoder_sparse_step"))
+    with_experts = range(first + -first % every, layers, every)
+    dense = config.get("mlp_only_layers", ())
+    return layers - sum((layer + 1) % step == 0 and layer not in dense for layer in with_experts)
 
 
 def _with_windows(layers: int, full_every: int) -> list[bool]:

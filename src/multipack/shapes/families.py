@@ -41,8 +41,8 @@ class Setting:
 
     Attributes:
         field: of `ModelShape`.
-        read: (content, fields read before) → the field's value.
-        write: shape → the settings that state it.
+        read: (content, fields read before) → the field's value; None = it was read before.
+        write: shape → the settings that state it, unless another field's do.
         fits: shape → whether the settings can state its value.
         contradicts: content → the settings for which the decoder would compute another function.
 
@@ -50,8 +50,8 @@ class Setting:
     """
 
     field: str
-    read: Callable[[Config, Fields], Any]
-    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[Config, Fields], Any] | None = None
+    write: Callable[[Any], dict[str, Any]] = lambda _: {}
     fits: Callable[[Any], bool] = lambda _: True
     contradicts: Callable[[Config], list[str]] = lambda _: []
 
@@ -77,23 +77,16 @@ BIAS = Setting(
     lambda shape: {"attention_bias": shape.bias, "mlp_bias": shape.bias},
     contradicts=_biases_differ,
 )
-WINDOW = Setting(
-    "window",
-    lambda _, fields: fields.get("window", 0),
-    lambda shape: {"sliding_window": shape.window or None},
-)
+WINDOW = Setting("window", write=lambda shape: {"sliding_window": shape.window or None})
 
 
 def _layer_types(shape: Any) -> dict[str, Any]:
     kinds = ("full_attention", "sliding_attention")
-    listed = [kinds[shape.window_of(layer) > 0] for layer in range(shape.layers)]
-    return {
-        "layer_types": listed,
-        **({"sliding_window_pattern": shape.full_every} if shape.full_every else {}),
-    }
+    written = {"layer_types": [kinds[shape.window_of(layer) > 0] for layer in range(shape.layers)]}
+    return written | ({"sliding_window_pattern": shape.full_every} if shape.full_every else {})
 
 
-SOME_WINDOWS = (WINDOW, Setting("full_every", lambda _, fields: fields.get("full_every", 0), _layer_types))
+SOME_WINDOWS = (WINDOW, Setting("full_every", write=_layer_types))
 
 
 def window_theta(name: str) -> Setting:
@@ -125,12 +118,13 @@ ROPE_WIDTH = Setting(
 )
 
 
-def _unrotated_every(config: Config, layers: int) -> int:
-    """Which layers have no positions: every n-th; 0 = none."""
-    every, listed = number_of(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
+def _unrotated_every(config: Config) -> int | None:
+    """Which layers have no positions: every n-th; 0 = none, None = no such pattern."""
+    layers, every = number_of(config, SIZES["layers"]), number_of(config, ("no_rope_layer_interval",))
+    listed = config.get("no_rope_layers")
     if not isinstance(listed, list):
         return every if every <= layers else 0
-    return next((n for n in range(layers + 1) if listed == _rotated(layers, n)), 0)
+    return next((n for n in range(layers + 1) if listed == _rotated(layers, n)), None)
 
 
 def _rotated(layers: int, unrotated_every: int) -> list[int]:
@@ -144,22 +138,15 @@ def _written_unrotated(shape: Any) -> dict[str, Any]:
     return written | ({"no_rope_layer_interval": every} if every else {})
 
 
-def _irregular_layers(config: Config) -> list[str]:
-    listed, layers = config.get("no_rope_layers"), number_of(config, SIZES["layers"])
-    is_regular = not isinstance(listed, list) or listed == _rotated(layers, _unrotated_every(config, layers))
-    return [] if is_regular else ["no_rope_layers"]
-
-
 NO_ROPE_LAYERS = Setting(
     "unrotated_every",
-    lambda config, fields: _unrotated_every(config, fields["layers"]),
+    lambda config, _: _unrotated_every(config) or 0,
     _written_unrotated,
-    contradicts=_irregular_layers,
+    contradicts=lambda config: ["no_rope_layers"] if _unrotated_every(config) is None else [],
 )
 UNROTATED_WHERE_FULL = Setting(
     "unrotated_every",
     lambda _, fields: fields.get("full_every", 0),
-    lambda _: {},  # written with `full_every`
     fits=lambda shape: shape.unrotated_every == shape.full_every,
 )
 ATTENTION_MULTIPLIER = Setting(
@@ -194,7 +181,7 @@ def _growth(config: Config, _: Fields) -> float:
     return real_of(both, ("llama_4_scaling_beta",), 0.0)
 
 
-ATTENTION_GROWTH = Setting("attention_growth", _growth, lambda _: {})  # written in rope_parameters
+ATTENTION_GROWTH = Setting("attention_growth", _growth)  # written in rope_parameters
 ATTENTION_CAP = _number("attention_cap", "attn_logit_softcapping", 0.0)
 LOGIT_CAP = _number("logit_cap", "final_logit_softcapping", 0.0)
 EMBEDDING_SCALE = _number("embedding_scale", "embedding_multiplier", 1.0)

@@ -131,10 +131,7 @@ def is_computed(scaling: Any) -> bool:
 def is_of_family(scaling: Any, rope_types: tuple[str, ...], fields: set[str]) -> bool:
     """Whether the decoder computes these rotary positions, and transformers does so for the family.
 
-    Args:
-        scaling: `rope_scaling` or `rope_parameters` of layers without a window.
-        rope_types: scalings of the family.
-        fields: fields of `ModelShape` that its files state.
+    `fields` are the fields of `ModelShape` that its files state.
     """
     if not is_computed(scaling):
         return False
@@ -195,10 +192,6 @@ def written_rotation(shape: Any, fields: set[str]) -> dict[str, Any]:
     """The settings of a shape's rotary positions in both spellings.
 
     transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`.
-
-    Args:
-        shape: a `ModelShape`.
-        fields: the fields that the family's files state.
     """
     scaling: dict[str, Any] = {}
     before: dict[str, Any] = {}

@@ -174,12 +174,10 @@ class ModelShape:
                 f"model.rope_factors must hold {factors} positive numbers (two for each pair of rotated elements with"
                 f" model.rope_type=longrope, else none), got {len(self.rope_factors)} numbers"
             )
-        fitting = {"none": (self.norm,), "head": ("rmsnorm", "rmsnorm+1"), "all": ("rmsnorm",)}[
-            self.head_norm
-        ]
-        if self.norm not in fitting or not isinstance(self.norm, str):
+        norms = {"head": ("rmsnorm", "rmsnorm+1"), "all": ("rmsnorm",)}.get(self.head_norm, (self.norm,))
+        if self.norm not in norms:
             raise ValueError(
-                f"model.head_norm={self.head_norm} needs model.norm={' or '.join(map(str, fitting))}, got {self.norm}"
+                f"model.head_norm={self.head_norm} needs model.norm={' or '.join(norms)}, got {self.norm}"
             )
         if self.family not in ("", *BY_TYPE):
             nearest = difflib.get_close_matches(self.family, BY_TYPE, 1, 0.0)[0]

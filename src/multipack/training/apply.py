@@ -224,9 +224,11 @@ class StepApplier:
             taken.metrics |= self._objective.metrics(engine)
             for callback in self._callbacks:
                 taken.metrics |= callback.gradient(step, engine)
-            applied = is_valid = self._check_norm(taken, norm := engine.clip(config.clip))
-            for callback in self._callbacks if is_valid else ():  # each sees every step
-                applied &= callback.accept(step, taken.metrics["loss"], norm)
+            applied = self._check_norm(taken, norm := engine.clip(config.clip))
+            if applied:
+                loss = taken.metrics["loss"]
+                answers = [callback.accept(step, loss, norm) for callback in self._callbacks]
+                applied = all(answers)
         if applied:
             engine.step(rate)
         else:

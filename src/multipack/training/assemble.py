@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -370,16 +370,16 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
     Returns:
         `config.train` with these choices, and notes on them for the header of the run.
     """
-    train, on_gpu = config.train, world.device.type == "cuda"
+    on_gpu = world.device.type == "cuda"
     notes: list[str] = []
-    dtype = resolve_dtype(train.dtype, world.device)
+    train = replace(config.train, dtype=resolve_dtype(config.train.dtype, world.device))
     if config.model.architecture and train.compile == "auto":
         train = replace(train, compile="false")
     if train.fixed_shape == "auto":
         # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
         # 2 ms and 0.6 MiB, and keeps 1,024 of them. Beside plan.budget, the mean of packs, a fixed shape would be
         # mostly padding.
-        fixed = (on_gpu or dtype.itemsize < 4) and not config.plan.budget
+        fixed = (on_gpu or train.dtype != "fp32") and not config.plan.budget
         train = replace(train, fixed_shape="true" if fixed else "false")
     if train.compile == "auto":
         problem = ""
@@ -390,8 +390,7 @@ def device_settings(config: Config, world: World) -> tuple[TrainConfig, list[str
         notes += [Detail(f"train.compile is false: {problem}")] if problem else []
         wanted = on_gpu and not problem and config.model.kernels != "liger"  # compiled blocks have their own
         train = replace(train, compile="true" if wanted else "false")
-    chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
-    return replace(train, dtype=chosen), notes
+    return train, notes
 
 
 def resolve(

@@ -25,10 +25,11 @@ from multipack.data.packs.loader import PackedLoader
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.documents import Documents
 from multipack.parallel.engine import Engine
-from multipack.planning.attention_pairs import AttentionOf, AttentionPairs, each_alone
+from multipack.planning.attention_pairs import AttentionPairs
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
 from multipack.planning.items import ItemSource
+from multipack.planning.lengths import Integers
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan, SingleDocuments
@@ -171,9 +172,7 @@ class EpochFeed:
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            cost_spread=cost_spread(
-                plan.cost_model, plan.slots, dealt, sampler.world_size, sampler.sync, plan.items.attention
-            ),
+            cost_spread=cost_spread(plan.costs(dealt.order), dealt, sampler.world_size, sampler.sync),
             computed=(plan.lengths[documents] if attention is None else slots, attention),
             packs=sampler.documents_of(index),
             wait_seconds=self._clock() - began,
@@ -182,26 +181,9 @@ class EpochFeed:
         )
 
 
-def cost_spread(
-    cost_model: CostModel,
-    slots: NDArray[np.int64],
-    dealt: Packs,
-    ranks: int,
-    sync: Sync,
-    attention: AttentionOf = each_alone,
-) -> float:
-    """`StepData.cost_spread` of the packs of a step.
-
-    Args:
-        cost_model: cost of items.
-        slots: (items,) slots of each, also of items of other steps.
-        dealt: packs of the step, of indices of `slots`, in micro-batch-major order.
-        ranks: number of data-parallel ranks.
-        sync: when ranks wait for each other.
-        attention: indices of items → their attention.
-    """
-    costs = cost_model.cost(slots[dealt.order], attention(dealt.order))
-    packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
+def cost_spread(costs: Integers, dealt: Packs, ranks: int, sync: Sync) -> float:
+    """`StepData.cost_spread` of a step, from the cost of each item of `dealt.order`."""
+    packs = Packs(np.arange(len(costs)), dealt.offsets)
     loads = rank_loads(packs.totals(costs), ranks, sync)
     return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from multipack.parallel.world import World
+from multipack.training.settings import DtypeName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `train.dtype`."""
@@ -39,15 +40,15 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS deterministic; the command line sets a default."""
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of forward passes: `auto` is bf16 on a GPU that computes it natively, else fp32.
+def resolve_dtype(name: DtypeName, device: torch.device) -> DtypeName:
+    """Name of the dtype of forward passes: `auto` is bf16 on a GPU that computes it natively, else fp32.
 
     On a CPU, casts cost more than products save where a model is small, and no default may depend on measured times.
     """
     if name != "auto":
-        return DTYPES[name]
+        return name
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if native else torch.float32
+    return "bf16" if native else "fp32"
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:

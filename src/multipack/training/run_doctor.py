@@ -163,15 +163,14 @@ def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Findin
             yield Finding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
             return
         name = run.latest_checkpoint().name
-        checkpoint = opened[name]
-        later = divide_log(run, checkpoint.progress["marks"])["metrics"][1].count(b"\n")
-    except (OSError, ValueError, LookupError) as error:
-        unread = isinstance(error, KeyError)
-        reason = f"{error} cannot be read" if unread else str(error)
-        remedy = "see checkpoints, above" if unread else "restore it from a copy of the run"
+        if name not in opened:
+            raise ValueError(f"{name} cannot be read: see checkpoints, above")
+        later = divide_log(run, opened[name].progress["marks"])["metrics"][1].count(b"\n")
+    except (OSError, ValueError) as error:
+        remedy = "restore it from a copy of the run"
         if others:
             remedy = shlex.join(["multipack", "train", f"train.resume={run.checkpoints / others[-1]}"])
-        yield Finding("resume", "fail", reason, remedy)
+        yield Finding("resume", "fail", str(error), remedy)
         return
     moved = f"; {later} later records move to metrics.jsonl.cut" if later else ""
-    yield Finding("resume", "ok", f"continues after step {checkpoint.step:,} ({name}){moved}")
+    yield Finding("resume", "ok", f"continues after step {opened[name].step:,} ({name}){moved}")

@@ -81,7 +81,10 @@ def print_header(run: Trainer, seconds: float) -> None:
     for name, text in brief_rows(run, plan):
         console.line(f"  {name:<9}  {wrapped(text, LINE, 13)}")
     notes = [f"note: {note}" for note in run.notes if not isinstance(note, Detail)]
-    lines, left = folded([*_left_out(run.corpus), *notes], HEADER_LINES - console.printed)
+    too_long, skipped = _left_out(run.corpus)
+    if texts := [*skipped, *(f"{text} ({kind})" for kind, text in too_long)]:
+        notes.insert(0, f"left out or changed: {'; '.join(texts)}")
+    lines, left = folded(notes, HEADER_LINES - console.printed)
     for line in lines:
         console.line(line)
     more = f"; log.verbose=true prints {counted(left, 'more notes') if left else 'more'}"
@@ -115,14 +118,6 @@ def brief_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
     ]
 
 
-def _left_out(corpus: Corpus) -> list[str]:
-    """One text of the `corpus_notes` on skipped and too long documents; empty list without such notes."""
-    notes = corpus_notes(corpus)
-    texts = [text for name, text in notes if name == "skipped"]
-    texts += [f"{text} ({name.partition(', ')[2]})" for name, text in notes if name.startswith("too long")]
-    return [f"left out or changed: {'; '.join(texts)}"] if texts else []
-
-
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
     from multipack.reports.run_data import RunData
@@ -143,11 +138,9 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
         console.line("\nloss by step\n" + "\n".join(loss_curve(RunData(folder.path), LINE)))
-    files = [folder.path]
-    files += [folder.latest_checkpoint()] if folder.latest.is_file() else []
-    files += (
-        [run.corpus.store_path] if run.corpus.arriving is None else []
-    )  # a stream may never become a store
+    files = [folder.path, *([folder.latest_checkpoint()] if folder.latest.is_file() else [])]
+    if run.corpus.arriving is None:  # a stream may never become a store
+        files.append(run.corpus.store_path)
     console.line(f"\nwritten: {', '.join(map(str, files))}")
     if run.val_loss is not None and run.evaluated == run.step:
         found = {
@@ -339,14 +332,20 @@ def plan_rows(run: Trainer, plan: MeasuredPlan | None) -> Rows:
     return [*rows, ("step", step), ("validation", held), *corpus_notes(corpus)]
 
 
-def corpus_notes(corpus: Corpus) -> Rows:
-    """Rows on documents that were cut, dropped or skipped; of a stream only the documents so far."""
+def _left_out(corpus: Corpus) -> tuple[Rows, list[str]]:
+    """Kind of documents → what became of those that were too long; and texts on skipped documents."""
     arriving = corpus.arriving
     train_fit, skipped = corpus.train_fit, corpus.skipped
     if arriving is not None:
         train_fit, skipped = arriving.fit, [*arriving.noted.lines(), *skipped]
     fits = [("training", train_fit), ("validation", corpus.validation_fit)]
-    rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
+    return [(kind, fit.describe()) for kind, fit in fits if fit.describe()], skipped
+
+
+def corpus_notes(corpus: Corpus) -> Rows:
+    """Rows on documents that were cut, dropped or skipped; of a stream only the documents so far."""
+    too_long, skipped = _left_out(corpus)
+    rows = [(f"too long, {kind}", text) for kind, text in too_long]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
     return rows + [("skipped", line) for line in skipped]
 

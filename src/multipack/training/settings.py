@@ -16,6 +16,8 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Values of `track.to`; see `training/callbacks/trackers.py`."""
 
 
+DtypeName = Literal["auto", "fp32", "bf16", "fp16"]
+"""Values of `train.dtype`."""
 Choice = Literal["auto", "true", "false"]
 """Values of a setting that the run resolves if it is `auto`; see `resolve` in assemble.py."""
 NEW_MODEL_LR = 2e-3
@@ -102,7 +104,7 @@ class TrainConfig:
     """Unit of the mean loss: `token` weighs targets equally, `document` documents (pieces of split ones too)."""
     seed: Count = 0
     """Seed of initial weights, document order, dropout and samples."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    dtype: DtypeName = "auto"
     """Precision of forward passes; auto = bf16 on GPUs that compute it natively, else fp32."""
     device: Device = "auto"
     """Where to train; auto = a GPU if there is one."""

@@ -74,6 +74,7 @@ class StreamFeed:
         rank, ranks, document = self.mesh.data_rank, self.mesh.data_size, self.arriving.document
         for step in self.stream:
             dealt = step.deal(ranks, self._sync)
+            costs = self._cost_model.cost(step.lengths[dealt.order])
             mine = [dealt[number].tolist() for number in range(rank, len(dealt), ranks)]
             yield (
                 step,
@@ -83,7 +84,7 @@ class StreamFeed:
                     denominator=step.denominator,
                     documents=step.positions,
                     lengths=step.lengths,
-                    cost_spread=cost_spread(self._cost_model, step.lengths, dealt, ranks, self._sync),
+                    cost_spread=cost_spread(costs, dealt, ranks, self._sync),
                     computed=(step.lengths, None),
                     packs=Packs(step.positions[dealt.order], dealt.offsets),
                     wait_seconds=0.0,  # known when the step is taken

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from threading import Timer
 from typing import TYPE_CHECKING
 
-import torch
-
 from multipack.parallel.failures import LostRank
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import World
@@ -134,7 +132,7 @@ def _closing(world: World, failure: BaseException) -> Iterator[None]:
 
 
 def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison | None:
-    """Time the same documents packed and padded; None with a stream, several ranks, or too little memory."""
+    """Time the same documents packed and padded; None with a stream or several ranks."""
     plan, console = trainer.feed.plan, trainer.console
     if plan is None or trainer.world.size > 1:
         return None
@@ -144,8 +142,4 @@ def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison
     from multipack.training.compare import compare_with_padding
 
     slots = trainer.config.pack_slots
-    try:
-        return compare_with_padding(trainer.engine, trainer.corpus.train, plan, clock=clock, pad_to=slots)
-    except torch.OutOfMemoryError:
-        console.line("padded batches do not fit into memory")
-        return None
+    return compare_with_padding(trainer.engine, trainer.corpus.train, plan, clock=clock, pad_to=slots)

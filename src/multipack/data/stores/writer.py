@@ -1,14 +1,15 @@
 """Text → tokens → shards: tokenizes documents, and writes a token store (see store.py) shard after shard.
 
 documents     [part, part] [part] …            text, a batch of it
-ShardBuilder  |AAAAAA|BBB|CC…                  their tokens
-StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens
+encoded       [AAA, AAA] [BBB] …               their tokens, which wait in memory
+shard_of      |AAAAAA|BBB|CC…                  many of them as arrays, which StoreWriter appends to its file
+StoreWriter   writes a shard when it has SHARD_TOKENS tokens
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.atomic import PARTIAL, is_free, write_atomically
 from multipack.data.stores.shards import (
@@ -32,11 +32,12 @@ from multipack.data.stores.shards import (
 from multipack.data.text.skipped import Noted
 from multipack.data.text.texts import CHAT_TEMPLATE, SourceDocument
 from multipack.data.text.tokenizer import Tokenizer
+from multipack.planning.lengths import offsets_of
 
 SHARD_TOKENS = 1 << 25
 """Tokens after which a shard is written: a killed process loses at most as many."""
-PIECE_TOKENS, PIECE_DOCUMENTS = 1 << 21, 1 << 14
-"""Size after which documents leave the memory: some 8 MiB. (A stream is one document, and waits for its shard.)"""
+PIECE_TOKENS, PIECE_DOCUMENTS = 1 << 18, 1 << 12
+"""Size after which documents leave the memory: some 10 MiB. (A stream is one document, and waits for its shard.)"""
 EncodedPart = tuple[Sequence[int], bool]
 """Tokens, and whether they are targets."""
 
@@ -50,122 +51,83 @@ class WrittenShard(NamedTuple):
     is_last: bool
 
 
-class ShardBuilder:
-    """Collects tokenized documents for one shard.
+class Encoded(NamedTuple):
+    """A document as tokens: its name, parts, and weight (see `Shard`)."""
 
-    Args:
-        vocabulary_size: every token is less than this.
-        is_stream: whether all texts are stretches of one document, which has the name of the first one.
-
-    Attributes:
-        read: number of documents (or pairs) of the source so far, including those without tokens.
-    """
-
-    def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
-        self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
-        self._tokens = array("H" if vocabulary_size <= 1 << 16 else "I")
-        self._spans, self._names, self._weights = array("q"), bytearray(), array("d")
-        self._offsets, self._span_offsets, self._name_offsets = (array("q", [0]) for _ in range(3))
-        self.read = 0
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
+    name: str
+    parts: Sequence[EncodedPart]
+    weight: float = 1.0
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all documents."""
-        return len(self._tokens)
-
-    def add(self, name: str, parts: Sequence[EncodedPart], weight: float = 1.0) -> None:
-        """Add a document from its tokens in parts, each with whether they are targets; see `Shard` for its weight.
-
-        Raises:
-            ValueError: it has no tokens, or a token outside the vocabulary.
-            OverflowError: a token below 0.
-        """
-        if not any(len(ids) for ids, _ in parts):
-            raise ValueError(f"document {name} has no tokens")
-        self._extend([(name, parts, weight)])
-
-    def add_batch(self, items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> None:
-        """Tokenize and add documents, and an end token to those that take one.
-
-        An item is one document, or the two answers of a preference pair; one without tokens is left out.
-
-        Raises:
-            ValueError: text that the tokenizer does not know; the message names its document.
-        """
-        self.read += len(items)
-        encoded = iter(_encode([document for item in items for document in item], tokenizer))
-        end = [] if tokenizer.end_id is None else [([tokenizer.end_id], True)]
-        added = list[tuple[str, Sequence[EncodedPart], float]]()
-        for item in items:
-            parts = [next(encoded) for _ in item]
-            if all(any(ids for ids, _ in each) for each in parts):
-                for document, each in zip(item, parts, strict=True):
-                    own = each + end if document.takes_end else each
-                    added.append((document.name, own, document.weight))
-        self._extend(added)
-
-    def _extend(self, documents: Sequence[tuple[str, Sequence[EncodedPart], float]]) -> None:
-        """Add documents, each with tokens: their names, parts and weights."""
-        if not documents:
-            return
-        parts = [part for _, each, _ in documents for part in each]
-        sizes = np.fromiter((len(ids) for ids, _ in parts), np.int64, len(parts))
-        tokens = np.asarray(array("I", chain.from_iterable(ids for ids, _ in parts)))
-        if (largest := int(tokens.max())) >= self._vocabulary_size:
-            raise ValueError(
-                f"token {largest:,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
-            )
-        counts = [len(parts)] if self._is_stream else [len(each) for _, each, _ in documents]
-        documents = documents[:1] if self._is_stream else documents
-        owner = np.repeat(np.arange(len(counts)), counts)
-        stops = len(self._tokens) + np.cumsum(sizes)
-        chosen = np.fromiter((is_target for _, is_target in parts), np.bool_, len(parts)) & (sizes > 0)
-        ranges = np.stack((stops - sizes, stops), axis=1)[chosen]
-        owner, ends = owner[chosen], stops[np.cumsum(counts) - 1]
-        if self._is_stream and len(self):  # the document before continues, and so may its last range
-            self._offsets.pop()
-            self._span_offsets.pop()
-            if self._span_offsets[-1] < len(self._spans) // 2:
-                last = self._offsets[-1] + np.asarray(self._spans[-2:])
-                del self._spans[-2:]
-                owner, ranges = np.append(0, owner), np.vstack((last, ranges))
-        else:
-            names = [name.encode("utf-8", "replace") for name, _, _ in documents]
-            self._names += b"".join(names)
-            _append(self._name_offsets, self._name_offsets[-1] + np.cumsum(list(map(len, names))))
-            self._weights.extend(weight for _, _, weight in documents)
-        # Ranges that follow one another in a document become one.
-        begins = np.ones(len(owner), dtype=np.bool_)
-        begins[1:] = (ranges[1:, 0] != ranges[:-1, 1]) | (owner[1:] != owner[:-1])
-        spans = np.stack((ranges[begins, 0], ranges[np.roll(begins, -1), 1]), axis=1)
-        first = np.append(self._offsets[-1], ends[:-1])
-        numbers = np.cumsum(np.bincount(owner[begins], minlength=len(counts)))
-        _append(self._span_offsets, len(self._spans) // 2 + numbers)
-        _append(self._spans, spans - first[owner[begins], None])
-        _append(self._offsets, ends)
-        _append(self._tokens, tokens)
-
-    def build(self) -> Shard:
-        """The documents as a `Shard`. Nothing can be added afterwards."""
-        weights = np.asarray(self._weights, dtype="<f8")
-        shard = Shard(
-            offsets=np.asarray(self._offsets, dtype="<i8"),
-            span_offsets=np.asarray(self._span_offsets, dtype="<i8"),
-            name_offsets=np.asarray(self._name_offsets, dtype="<i8"),
-            spans=np.asarray(self._spans, dtype="<i8").reshape(-1, 2),
-            tokens=np.asarray(self._tokens, dtype=f"<u{self._tokens.itemsize}"),
-            names=np.frombuffer(self._names, dtype=np.uint8),
-            weights=weights if (weights != 1.0).any() else weights[:0],
-            read=self.read,
-        )
-        return replace(shard, content=shard.hash())
+        """Number of tokens of all parts."""
+        return sum(len(ids) for ids, _ in self.parts)
 
 
-def _append(values: array[Any], more: NDArray[Any]) -> None:
-    values.frombytes(more.astype(values.typecode).tobytes())
+def encoded(items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> list[Encoded]:
+    """The documents of items as tokens, with an end token where they take one.
+
+    An item is one document, or the two answers of a preference pair; one without tokens is left out.
+
+    Raises:
+        ValueError: text that the tokenizer does not know; the message names its document.
+    """
+    parts = iter(_encode([document for item in items for document in item], tokenizer))
+    end = [] if tokenizer.end_id is None else [([tokenizer.end_id], True)]
+    found = list[Encoded]()
+    for item in items:
+        own = [next(parts) for _ in item]
+        if all(any(ids for ids, _ in each) for each in own):
+            found += [
+                Encoded(document.name, each + end if document.takes_end else each, document.weight)
+                for document, each in zip(item, own, strict=True)
+            ]
+    return found
+
+
+def _compact(parts: Iterable[EncodedPart]) -> list[EncodedPart]:
+    """The same parts, with 4 bytes for each token."""
+    return [(array("I", ids), is_target) for ids, is_target in parts]
+
+
+def shard_of(documents: Sequence[Encoded], vocabulary_size: int, read: int = 0) -> Shard:
+    """Documents, each with tokens, as a shard in memory.
+
+    Args:
+        documents: made by `encoded`.
+        vocabulary_size: every token is less than this.
+        read: number of documents (or pairs) of the source, including those without tokens.
+
+    Raises:
+        ValueError: a token outside the vocabulary.
+    """
+    parts = [part for document in documents for part in document.parts]
+    sizes = np.array([len(ids) for ids, _ in parts], dtype=np.int64)
+    tokens = np.asarray(array("I", chain.from_iterable(ids for ids, _ in parts)))
+    if (largest := int(tokens.max(initial=0))) >= vocabulary_size:
+        raise ValueError(f"token {largest:,} is outside the vocabulary of {vocabulary_size:,} tokens")
+    owner = np.repeat(np.arange(len(documents)), [len(document.parts) for document in documents])
+    offsets = offsets_of(np.bincount(owner, sizes, len(documents)).astype(np.int64))
+    stops = np.cumsum(sizes)
+    chosen = np.array([is_target for _, is_target in parts], dtype=np.bool_) & (sizes > 0)
+    owner, ranges = owner[chosen], np.stack((stops - sizes, stops), axis=1)[chosen]
+    # Ranges that follow one another in a document become one.
+    begins = np.ones(len(owner), dtype=np.bool_)
+    begins[1:] = (ranges[1:, 0] != ranges[:-1, 1]) | (owner[1:] != owner[:-1])
+    owner, spans = owner[begins], np.stack((ranges[begins, 0], ranges[np.roll(begins, -1), 1]), axis=1)
+    names = [document.name.encode("utf-8", "replace") for document in documents]
+    weights = np.array([document.weight for document in documents], dtype=np.float64)
+    shard = Shard(
+        offsets=offsets,
+        span_offsets=offsets_of(np.bincount(owner, minlength=len(documents))),
+        name_offsets=offsets_of(np.array([len(name) for name in names], dtype=np.int64)),
+        spans=spans - offsets[owner, None],
+        tokens=tokens.astype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32),
+        names=np.frombuffer(b"".join(names), dtype=np.uint8),
+        weights=weights if (weights != 1.0).any() else weights[:0],
+        read=read,
+    )
+    return replace(shard, content=shard.hash())
 
 
 def _encode(documents: Sequence[SourceDocument], tokenizer: Tokenizer) -> list[list[tuple[list[int], bool]]]:
@@ -211,7 +173,8 @@ class StoreWriter:
         self.path, self.noted, self.shards = Path(path), Noted(), list[WrittenShard]()
         self._tokenizer, self._part = tokenizer, part
         self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
-        self._builder = self._new_builder()
+        self._is_stream = self.header.split_by == "position"
+        self._waiting, self._waiting_tokens, self._waiting_read = list[Encoded](), 0, 0
 
     @property
     def read(self) -> int:
@@ -220,8 +183,8 @@ class StoreWriter:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents so far; a preference pair counts as two."""
-        return sum(shard.documents for shard in self.shards) + self._file.documents + len(self._builder)
+        """Number of documents so far; a preference pair counts as two, and each stretch of a stream that waits."""
+        return sum(shard.documents for shard in self.shards) + self._file.documents + len(self._waiting)
 
     @property
     def is_finished(self) -> bool:
@@ -254,9 +217,6 @@ class StoreWriter:
         self._file = ShardFile(self._next_file())
         return self
 
-    def _new_builder(self) -> ShardBuilder:
-        return ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
-
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
 
@@ -264,39 +224,52 @@ class StoreWriter:
         """Add a document: its name, its tokens in pieces, each with whether they are targets, and its weight.
 
         Raises:
-            ValueError: the document has no tokens, or a token outside the vocabulary.
+            ValueError: the document has no tokens; or, once many wait, one has a token outside the vocabulary.
         """
-        self._builder.add(name, parts, weight)
-        self._builder.read += 1
-        self._move_on()
+        document = Encoded(name, _compact(parts), weight)
+        if not document.num_tokens:
+            raise ValueError(f"document {name} has no tokens")
+        self._take([document], 1)
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
-        """Tokenize and add documents, or preference pairs; see `ShardBuilder.add_batch`."""
-        self._builder.add_batch(items, self._tokenizer)
-        self._move_on()
+        """Tokenize and add documents, or preference pairs; see `encoded`."""
+        self._take(encoded(items, self._tokenizer), len(items))
 
-    def _move_on(self) -> None:
-        """Move documents from memory to the shard's file, and end the shard, when they are many."""
-        own, is_stream = self._builder, self.header.split_by == "position"
-        is_open_item = (self._file.documents + len(own)) % self.header.item_size > 0
-        if self._file.tokens + own.num_tokens >= SHARD_TOKENS and not is_open_item:
+    def _take(self, documents: Sequence[Encoded], read: int) -> None:
+        """Add documents; when they are many, move them from memory to the shard's file, and end the shard."""
+        if self._is_stream:  # its stretches wait for the whole shard
+            documents = [document._replace(parts=_compact(document.parts)) for document in documents]
+        self._waiting += documents
+        self._waiting_tokens += sum(document.num_tokens for document in documents)
+        self._waiting_read += read
+        count = len(self._waiting)
+        is_open_item = (self._file.documents + count) % self.header.item_size > 0
+        if self._file.tokens + self._waiting_tokens >= SHARD_TOKENS and not is_open_item:
             self.end_shard()
-        elif not is_stream and (own.num_tokens >= PIECE_TOKENS or len(own) >= PIECE_DOCUMENTS):
-            self._file.append(own.build())
-            self._builder = self._new_builder()
+        elif not self._is_stream and (self._waiting_tokens >= PIECE_TOKENS or count >= PIECE_DOCUMENTS):
+            self._move()
+
+    def _move(self) -> None:
+        """Move the documents that wait in memory to the shard's file; stretches of a stream are one document."""
+        documents = self._waiting
+        if self._is_stream and documents:
+            parts = [part for document in documents for part in document.parts]
+            documents = [documents[0]._replace(parts=parts)]
+        self._file.append(shard_of(documents, self.header.vocabulary_size, self._waiting_read))
+        self._waiting, self._waiting_tokens, self._waiting_read = [], 0, 0
 
     def end_shard(self, noted: Noted | None = None) -> None:
         """Write the documents that were added, if any, as a shard; with `noted` it is the last one of this part."""
         file = self._file
-        if not file.documents + len(self._builder) and (noted is None or self.is_finished):
+        if not file.documents + len(self._waiting) and (noted is None or self.is_finished):
             return
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
-        file.append(self._builder.build())
+        self._move()
         file.write(noted)
         file.close()
         self.shards.append(WrittenShard(file.documents, file.tokens, file.read, noted is not None))
-        self._builder, self._file = self._new_builder(), ShardFile(self._next_file())
+        self._file = ShardFile(self._next_file())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -128,7 +128,11 @@ class DataConfig:
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("validation_path", "validation")
-    RETIRED: ClassVar[dict[str, Any]] = {"alpaca_prompt": "instruct", "weigh_by": "tokens", "mixture_ends": "all"}
+    RETIRED: ClassVar[dict[str, Any]] = {
+        "alpaca_prompt": "instruct",
+        "weigh_by": "tokens",
+        "mixture_ends": "all",
+    }
 
     @staticmethod
     def preset(name: str) -> dict[str, Any] | None:

@@ -107,29 +107,28 @@ class Tokenizer:
         Raises:
             ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
-        # Texts that begin a document, and texts that continue one, before which no space is put. Equal texts, such as
-        # the prompt of two answers, are encoded once.
-        begins = dict[str, list[int]]()
-        continues = begins if self._continued is self._library else dict[str, list[int]]()
+        # Whether each part continues a text, before which no space is put.
+        puts_spaces = self._continued is not self._library
         flat = [
             (
                 part,
-                continues
-                if number > 0 and not (parts[number - 1].is_special and self._prefix_after_special)
-                else begins,
+                puts_spaces
+                and number > 0
+                and not (self._prefix_after_special and parts[number - 1].is_special),
             )
             for parts in documents
             for number, part in enumerate(parts)
         ]
-        for part, known in flat:
+        # Equal texts, such as the prompt of two answers, are encoded once.
+        known: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}
+        for part, continues in flat:
             if not part.is_special:
-                known[part.text] = []
-        for known, library in ((begins, self._library), (continues, self._continued))[
-            : 1 + (continues is not begins)
-        ]:
-            known.update(zip(known, self._encode_batch(library, list(known)), strict=True))
+                known[continues][part.text] = []
+        for library, texts in zip((self._library, self._continued), known.values(), strict=True):
+            texts.update(zip(texts, self._encode_batch(library, list(texts)), strict=True))
         ids = iter(
-            [self.special_id(part.text)] if part.is_special else known[part.text] for part, known in flat
+            [self.special_id(part.text)] if part.is_special else known[continues][part.text]
+            for part, continues in flat
         )
         return [[(next(ids), part.is_target) for part in parts] for parts in documents]
 

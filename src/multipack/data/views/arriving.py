@@ -27,7 +27,7 @@ import numpy as np
 
 from multipack.data.stores.shards import HEADER, Shard, StoreHeader, find_shards
 from multipack.data.stores.store import TokenStore
-from multipack.data.stores.writer import ShardBuilder
+from multipack.data.stores.writer import encoded, shard_of
 from multipack.data.text.data_config import DataConfig
 from multipack.data.text.skipped import Noted
 from multipack.data.text.sources import Source
@@ -357,11 +357,10 @@ class StreamedRecords(Arriving):
         items, form = list(source.items()), source.find_form()
         tokenizer = self._find_tokenizer(form.special_tokens)
         header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **form.header)
-        builder = ShardBuilder(tokenizer.vocabulary_size)
-        builder.add_batch(items, tokenizer)
-        if without := len(items) - len(builder) // header.item_size:
+        documents = encoded(items, tokenizer)
+        if without := len(items) - len(documents) // header.item_size:
             source.noted.skipped["documents without tokens"] = without
-        shard = replace(builder.build(), noted=source.noted)
+        shard = replace(shard_of(documents, tokenizer.vocabulary_size), noted=source.noted)
         store = TokenStore(Path(self.name), header=header, shards=[shard])
         store.tokenizer = tokenizer  # in memory, too
         return store

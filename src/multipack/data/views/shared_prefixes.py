@@ -241,7 +241,6 @@ class SharedPrefixes(ItemSource):
             pairs=AttentionPairs(
                 total(self._pairs[members] - repeats.pairs),
                 total(self._windowed[members] - repeats.windowed),
-                self._answers * sizes,
             ),
             lengths=self.lengths,
             targets=self.targets,

@@ -3,8 +3,8 @@
     before_step ▸ [forward, backward ▸ micro_batch]… ▸ gradient ▸ clip ▸ accept ▸ optimizer ▸ after_step ▸ record
                                                                        evaluation ▸ stop_reason, sample
 
-Every rank has the same callbacks. `accept` and `stop_reason` decide about the run, so they must be functions of values
-that are equal on all ranks.
+Every rank has the same callbacks, but for the trace of rank 0. `accept` and `stop_reason` decide about the run, so they
+must be functions of values that are equal on all ranks.
 
 A callback must not read values of the device in `micro_batch` or `after_step`, because the host would wait for it. Only
 `gradient_noise`, off by default, reads them in `gradient`: the host waits twice a step.
