@@ -173,7 +173,7 @@ def test_bytes_sent_follow_the_formulas(pools, ranks):
     for lengths in ((SLOTS,), LENGTHS, (8,) * 8):
         found = pools(ranks).run(sent_bytes, "llama", "planned", lengths)
         config = ParallelConfig(context=ranks, context_method="planned")
-        placement, _ = config.placing(CostModel.from_shape(shape), 4)(lengths, SLOTS)
+        placement = config.placing(CostModel.from_shape(shape), 4)(lengths, SLOTS)
         key = layers * 2 * shape.kv_heads * size
         sent, received = placement.sent * key, placement.received * key
         assert found == list(zip(sent.tolist(), (sent + received).tolist(), strict=True))
