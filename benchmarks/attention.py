@@ -24,8 +24,8 @@ from torch import Tensor
 
 from multipack.data.packs.collate import PackedCollator, pad_documents
 from multipack.data.views.documents import Document
-from multipack.ops.attention import BACKENDS, attention, select
-from multipack.ops.attention.table import Request
+from multipack.ops.attention import attention, select
+from multipack.ops.attention.table import BACKENDS, Request
 from result import RESULTS, by_turns, device_name, median_ratio, parser_of, write_result
 
 OPTIONS: dict[str, tuple[int, str]] = {

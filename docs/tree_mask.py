@@ -14,7 +14,7 @@ import numpy as np
 from multipack.data.packs.batch import PackedBatch
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.ops.attention import document_mask
+from multipack.ops.attention.masks import document_mask
 
 TEXTS = (
     ("You are brief . Red or blue ?", "Red ."),

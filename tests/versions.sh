@@ -7,7 +7,7 @@ folder=${1:-.versions}
 tests="tests/integrations/test_collator.py tests/integrations/test_traps.py tests/models/test_probe.py
     tests/integrations/test_packed_trainer.py tests/ops/test_foreign_attention.py
     tests/distributed/test_trainers.py tests/distributed/test_loops.py tests/distributed/test_host_samplers.py
-    tests/distributed/test_wrapped_loaders.py tests/test_layers.py"
+    tests/test_layers.py"
 failed=0
 while read -r name packages; do
     python="$folder/$name/bin/python"

@@ -118,9 +118,7 @@ def test_long_documents_follow_the_key(module):
 @pytest.mark.parametrize(
     "data",
     [
-        GOOD,
         GOOD | {"multipack": True, "multipack_overlong": "drop", "multipack_real_batches": True},
-        GOOD | {"multipack_probe": False, "multipack_overlong": None},
         {"sample_packing": False, "multipack": False, "dataloader_drop_last": True},
         GOOD | {"batch_flattening": "auto", "accelerator_config": {"split_batches": False}},
         {"batch_flattening": True, "dataloader_drop_last": True},

@@ -157,18 +157,6 @@ def half_precision(inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_autocast_is_compiled_in(model, packs, distance):
-    reference, count = copy.deepcopy(model), Count()
-    compile_blocks(model, backend=count)
-    for batch in packs():
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            assert distance(model.hidden(batch), reference.hidden(batch)) < 0.01
-    assert count.graphs == 1
-    assert not breaks()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_flex_becomes_part_of_the_graph(monkeypatch, shape, packs, distance):
     """On a CPU it goes forward only; its mask is made inside, from `cu_seqlens`, for every layout."""
     wide = dataclasses.replace(shape, head_dim=16)

@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
-from multipack.data.packs.collate import PackedCollator
-from multipack.data.views.documents import Document
 from multipack.models.decoder import Decoder
-from multipack.models.huggingface import to_huggingface
+from multipack.models.huggingface import modules_of, to_huggingface
 from multipack.models.peft_format import to_peft
+from multipack.ops.attention.masks import mask_4d
 from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -24,25 +22,12 @@ CONFIGS = {
     "dora": dataclasses.replace(LORA, name="dora"),
     "some": dataclasses.replace(LORA, targets=["q_proj", "feed_forward.*"], train=["norm", "head"]),
 }
-THEIRS = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
 
 
-def packed(lengths):
-    """A pack of random documents whose first two tokens are no targets."""
-    draw = np.random.default_rng(1)
-    documents = [
-        Document(draw.integers(0, 50, length).astype(np.uint16), np.array([[2, length]]))
-        for length in lengths
-    ]
-    return PackedCollator(len(lengths), sum(lengths))(documents)
+@pytest.fixture
+def batch(pack, document):
+    """Two documents whose first two tokens are no targets."""
+    return pack([document(11, prompt=2), document(7, 1, prompt=2)])
 
 
 def adapted(config, moved=True):
@@ -63,7 +48,7 @@ def adapted(config, moved=True):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_and_gradients_equal_peft(name):
+def test_losses_and_gradients_equal_peft(name, batch):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     config = CONFIGS[name]
@@ -75,7 +60,8 @@ def test_losses_and_gradients_equal_peft(name):
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     theirs.load_state_dict(to_huggingface(SHAPE, state))
     matrices = [key for key, module in model.named_modules() if isinstance(module, LoraLinear)]
-    paths = {key: f"model.layers.{key[7]}.{THEIRS[key[9:]]}" for key in matrices}
+    names = {ours: theirs for theirs, (ours,), _ in modules_of(SHAPE)}
+    paths = {key: names[key] for key in matrices}
     wrapped = peft.get_peft_model(
         theirs,
         peft.LoraConfig(
@@ -102,12 +88,13 @@ def test_losses_and_gradients_equal_peft(name):
     with torch.no_grad():
         for ours, parameter in pairs.items():
             parameter.copy_(held[ours].view(parameter.shape))
-    batch = packed([11, 7])
     loss = model.train()(batch) / batch.num_target_tokens
     loss.backward()
     ids = batch.input_ids[None]
     positions = batch.position_ids[None]
-    logits = wrapped.train()(ids, position_ids=positions, attention_mask=document_mask(batch)).logits[0]
+    logits = wrapped.train()(
+        ids, position_ids=positions, attention_mask=mask_4d(batch, torch.float32)
+    ).logits[0]
     expected = torch.nn.functional.cross_entropy(logits, batch.targets.long(), ignore_index=-100)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -119,16 +106,8 @@ def test_losses_and_gradients_equal_peft(name):
         torch.testing.assert_close(found, parameter.grad.view(found.shape), rtol=1e-5, atol=1e-6)
 
 
-def document_mask(batch):
-    """(1, 1, T, T) additive mask: causal, in documents."""
-    number = torch.bucketize(torch.arange(len(batch.input_ids)), batch.cu_seqlens[1:], right=True)
-    allowed = (number[:, None] == number[None]).tril()
-    return torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_adapters_begin_as_the_model(name):
-    batch = packed([9, 5])
+def test_adapters_begin_as_the_model(name, batch):
     torch.manual_seed(3)
     plain, model = Decoder(SHAPE).eval(), adapted(CONFIGS[name], moved=False).eval()
     expected = plain.logits(batch)
@@ -151,8 +130,8 @@ def test_a_compiled_layer_computes_the_same(name):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_dropout_is_of_adapters_and_of_training_only():
-    batch, model = packed([9, 5]), adapted(dataclasses.replace(LORA, dropout=0.5))
+def test_dropout_is_of_adapters_and_of_training_only(batch):
+    model = adapted(dataclasses.replace(LORA, dropout=0.5))
     model.eval()
     assert float(model(batch)) == float(model(batch))
     model.train()

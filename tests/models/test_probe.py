@@ -170,7 +170,6 @@ BATCHES = {
     "cu_seqlens off by one": (bounds(off_by_one), "bounds"),
     "cu_seqlens of int64": (bounds(torch.Tensor.long), "bounds"),
     "cu_seqlens without the last bound": (bounds(lambda bound: bound[:-1]), "bounds"),
-    "cu_seqlens without the first bound": (bounds(lambda bound: bound[1:]), "bounds"),
     "two documents as one in cu_seqlens": (bounds(lambda bound: bound[[0, 1, 3]]), "bounds"),
     "max_length too small": ({"max_length_q": 7, "max_length_k": 7}, "bounds"),
     "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions leak"),

@@ -9,17 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.ops.attention import (
-    BACKENDS,
-    FLOAT32_TOKENS,
-    Backend,
-    attention,
-    find_backend,
-    select,
-    table,
-)
+from multipack.ops.attention import attention, select, table
 from multipack.ops.attention import loop as loop_module
 from multipack.ops.attention.kernel import Limits
+from multipack.ops.attention.loop import FLOAT32_TOKENS
+from multipack.ops.attention.table import BACKENDS, Backend, find_backend
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 

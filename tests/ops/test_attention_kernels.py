@@ -16,8 +16,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.ops.attention import BACKENDS, attention, find_backend, flex, table
+from multipack.ops.attention import attention, flex, table
 from multipack.ops.attention.kernel import Limits
+from multipack.ops.attention.table import BACKENDS, find_backend
 
 HEADS = [(4, 4), (6, 2)]
 WINDOWS = [None, 4, 100]

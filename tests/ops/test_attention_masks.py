@@ -12,9 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.views.documents import Document
-from multipack.ops.attention import document_mask, mask_4d
 from multipack.ops.attention.flex import block_mask
-from multipack.ops.attention.masks import once_a_batch
+from multipack.ops.attention.masks import document_mask, mask_4d, once_a_batch
 
 none = np.zeros((0, 2), dtype=np.int64)
 

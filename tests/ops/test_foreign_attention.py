@@ -3,8 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.packs.batch import PackedBatch
-from multipack.ops.attention import mask_4d
 from multipack.ops.attention.foreign_attention import OLDEST, attend, register
+from multipack.ops.attention.masks import mask_4d
 from multipack.ops.attention.row_mask import RowMask, make_mask
 
 transformers = pytest.importorskip("transformers", OLDEST, f"the attention needs transformers {OLDEST}")

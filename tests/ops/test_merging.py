@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.ops.attention import find_backend, select
+from multipack.ops.attention import select
 from multipack.ops.attention.kernel import KeyBlock, Limits, Pieces, Saved, add_gradients, merge_blocks
+from multipack.ops.attention.table import find_backend
 
 ALL = Limits(causal=False)
 KERNELS = ["loop", "explicit"]

@@ -19,7 +19,7 @@ from multipack.training.train import train
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 """Methods of tensors that wait for the device."""
-ON_CPUS_ONLY = ("attention/loop.py", "in checked_targets", "in check_tokens")
+ON_CPUS_ONLY = ("attention/loop.py", "checked_targets", "check_tokens")
 """Where values are read of tensors on a CPU, and of no others."""
 
 

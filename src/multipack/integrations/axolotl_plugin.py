@@ -73,9 +73,6 @@ def check_settings(data: Mapping[str, Any]) -> None:
     """Check the keys of the plugin, and Axolotl's keys that have no effect or break the number of steps.
 
     Called before Axolotl validates the YAML, because its errors have many lines.
-
-    Raises:
-        ValueError: an unknown key, a value of another type, or settings that do not go together.
     """
     known = {*MultipackArgs.model_fields, "multipack_real_batches"}  # the last is a key of Axolotl
     for key in map(str, data):
@@ -144,12 +141,7 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
     """Replaces Axolotl's sampler; see the module."""
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Replace the sampler in `PLACES`, or put Axolotl's own back.
-
-        Raises:
-            ValueError: see `check_settings`.
-            RuntimeError: this version of Axolotl makes its samplers elsewhere.
-        """
+        """Replace the sampler in `PLACES`, or put Axolotl's own back; errors of `check_settings`."""
         check_settings(cfg)
         _replace(_is_on(cfg))
 
@@ -164,11 +156,7 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         return f"{__name__}.MultipackArgs"
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
-        """Remove the targets at the borders of documents; then check that the model keeps documents apart.
-
-        Raises:
-            ValueError: documents of a row affect each other, or would by their length, or nothing is packed.
-        """
+        """Remove the targets at the borders of documents; then check that the model keeps documents apart."""
         if not _is_on(cfg) or _streams(cfg):
             return
         if not cfg.get("sample_packing") and not isinstance(
@@ -288,11 +276,7 @@ class SamplerCheck(TrainerCallback):
         self.sampler: MultipackBatchSampler | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the sampler, and compare its number of steps with the one that Axolotl counted.
-
-        Raises:
-            RuntimeError: the trainer has another sampler, or another number of steps.
-        """
+        """Find the sampler, and compare its number of steps with the one that Axolotl counted."""
         loader = kwargs["train_dataloader"]
         sampler = loader.batch_sampler
         while not isinstance(sampler, MultipackBatchSampler):

@@ -124,11 +124,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             )
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, the same on all ranks and in all epochs. The first call is a collective.
-
-        Raises:
-            ValueError: a rank has no batch.
-        """
+        """Number of batches of an epoch, the same on all ranks and in all epochs. The first call is a collective."""
         if self.len_across_ranks is None:
             epoch = self._current()
             (least,) = least_of_ranks(len(epoch.batches))
@@ -257,11 +253,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         return known
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
-        """Check document numbers and remove dropped documents.
-
-        Raises:
-            ValueError: `order` is empty, or has an entry that is not a document number.
-        """
+        """Check document numbers and remove dropped documents; `whose` names them in messages."""
         if order.ndim != 1 or order.dtype.kind not in "iu" or len(order) == 0:
             raise ValueError(f"{whose} yields no document numbers")
         if order.min() < 0 or order.max() >= len(self.lengths):
@@ -364,11 +356,7 @@ class _Epoch:
 
 
 def _read(sampler: Any) -> Integers:
-    """The document numbers that a sampler yields.
-
-    Raises:
-        ValueError: it is not iterable, or yields something else.
-    """
+    """The document numbers that a sampler yields; `ValueError` if it yields something else."""
     if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
         raise ValueError(f"sampler={short(sampler)} must be a sampler, which yields document numbers")
     try:

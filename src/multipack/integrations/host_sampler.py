@@ -36,11 +36,7 @@ class HostSampler:
     """
 
     def __init__(self, lengths: ArrayLike, capacity: int, overlong: Overlong, setting: str) -> None:
-        """Check the lengths, with a warning if documents are too long; `setting` is the host's name of the capacity.
-
-        Raises:
-            ValueError: there are no documents, one is too long and `overlong` is `error`, or none is left.
-        """
+        """Check the lengths, with a warning if documents are too long; `setting` is the host's name of the capacity."""
         check_choice("overlong", overlong, Overlong)
         self.lengths = check_lengths(lengths)
         long = self.lengths > capacity
@@ -107,11 +103,11 @@ def full_steps(
 
     Args:
         lengths: (documents,) number of tokens of each document.
-        options: options of the plan; `tail` is set here.
+        options: of the plan; `tail` is set here.
         drop_last: leave out the last documents if their packs do not fill a step.
-        steps: number of steps; documents that do not fit are left out. None = the fewest that hold all documents.
-        seed: seed of the order.
-        epoch: epoch of the order.
+        steps: documents that do not fit into this number are left out. None = the fewest that hold all documents.
+        seed: of the order.
+        epoch: of the order.
 
     Returns:
         The plan. A step has fewer documents than packs only if there are too few documents for all steps.
@@ -152,11 +148,7 @@ def world_size() -> int:
 
 
 def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this process's rank; None values are taken from torch.distributed.
-
-    Raises:
-        ValueError: torch.distributed is not initialized and this is not a single process, or the rank is out of range.
-    """
+    """The number of ranks and this process's rank; None values are taken from torch.distributed, if initialized."""
     if num_replicas is None or rank is None:
         initialized = dist.is_available() and dist.is_initialized()
         if not initialized and ((num_replicas or 1) > 1 or os.environ.get("WORLD_SIZE", "1") != "1"):

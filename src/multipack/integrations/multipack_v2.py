@@ -149,11 +149,7 @@ class MultipackDistributedBatchSampler(OwnSampler, HostSampler, Sampler[Integers
         return len(self) * self.num_replicas * self.batch_max_length
 
     def _current(self) -> Plan:
-        """The plan of the epoch.
-
-        Raises:
-            ValueError: there are too few documents for a batch on every rank in every step.
-        """
+        """The plan of the epoch; `ValueError` if documents are too few for a batch on every rank in every step."""
         if self._plan is None or self._plan.epoch != self.epoch:
             options = PlanOptions(
                 capacity=self.batch_max_length,

@@ -121,11 +121,7 @@ def makes_masks(trainer: Any) -> bool:
 
 
 def check_targets_of(dataset: Any, lengths: NDArray[np.int64]) -> None:
-    """Check that a document of a data set has a target; documents are read until one has.
-
-    Raises:
-        ValueError: none has one.
-    """
+    """Check that a document of a data set has a target; documents are read until one has."""
     if not any(_have_targets(dataset, lengths)):
         raise nothing_learned(
             f"the {len(lengths):,} documents of the data set",
@@ -176,9 +172,7 @@ def whole_checkpoint(given: Any, folder: str) -> Any:
     """`resume_from_checkpoint`; for True the last checkpoint of `output_dir` whose state was written to its end.
 
     Trainer writes a checkpoint in place, its state at the end: a killed process leaves the last one incomplete.
-
-    Raises:
-        ValueError: the named checkpoint, or every one, is incomplete.
+    `ValueError` if the named checkpoint, or every one, is.
     """
     if given is not True and not isinstance(given, str | Path):
         return given

@@ -223,11 +223,8 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
     evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
 
     Args:
-        model: see the host.
-        args: see the host.
+        model, args, *positional, **named: see the host.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
-        *positional: see the host.
-        **named: see the host.
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), which also limits the length of a document.
         plan_options: options of the plan that the host's arguments do not decide: `window`, `balance`, `cost`.

@@ -21,12 +21,9 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model: see SFTTrainer.
-        args: see SFTTrainer; TRL's own packing is off.
+        model, args, *positional, **named: see SFTTrainer; TRL's own packing is off.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
-        *positional: see SFTTrainer.
         capacity: tokens of a pack; None = `max_length`.
-        **named: see SFTTrainer.
 
     Raises:
         ValueError: TRL's own packing is on, or neither `capacity` nor `max_length` is set; or see `PackedTrainerMixin`.

@@ -139,7 +139,7 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
     """List the attention backends and whether they run here."""
     import torch
 
-    from multipack.ops.attention import BACKENDS
+    from multipack.ops.attention.table import BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for row in [row for row in BACKENDS if not row.missing]:

@@ -44,7 +44,7 @@ from multipack.data.packs.batch import PackedBatch, check_tokens
 from multipack.models.layers import BLOCK_PLAN, Attend, Block, draw_initial, make_norm
 from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.allocate import allocate
-from multipack.ops.attention import find_backend
+from multipack.ops.attention.table import find_backend
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.logits import LossOptions, soft_capped
 from multipack.ops.loss import linear_cross_entropy

@@ -65,11 +65,12 @@ def read_config(folder: str) -> Any:
             MXFP4, it needs code, or the file is damaged.
     """
     with _errors(folder):
-        config = _saved_config(folder)
-        quantized, config = getattr(config, "quantization_config", None), config.get_text_config()
+        whole = _saved_config(folder)
+        quantized, config = getattr(whole, "quantization_config", None), whole.get_text_config()
         if type(config) not in _library(folder).AutoModelForCausalLM._model_mapping:
             raise ValueError(f"transformers has no causal language model of model_type={config.model_type!r}")
-        if quantized and _method(quantized) != MXFP4:
+        given = quantized if isinstance(quantized, dict) else getattr(quantized, "__dict__", {})
+        if quantized and given.get("quant_method") != MXFP4:
             raise ValueError(
                 f"quantization_config={quantized!r:.60} is not supported; save a copy with weights in bf16"
             )
@@ -85,15 +86,17 @@ def _errors(folder: str) -> AbstractContextManager[None]:
 
 def _saved_config(folder: str) -> Any:
     """The configuration in a folder, also of a model with images."""
-    library, file = _library(folder), Path(folder).expanduser() / "config.json"
+    file = Path(folder).expanduser() / "config.json"
     if not file.is_file():
         raise ValueError("there is no such file")
     check_sizes(read_json(file))  # transformers makes a list with an entry for each layer
-    return config_from_folder(library, folder, local_files_only=True)
+    return config_from_folder(_library(folder), folder, local_files_only=True)
 
 
-def _new_model(folder: str, config: Any, **options: Any) -> Any:
-    """A model of a configuration with new weights."""
+def _new_model(shape: ModelShape, **options: Any) -> Any:
+    """A model of the configuration and the vocabulary of a shape, with new weights."""
+    folder, config = shape.architecture, read_config(shape.architecture)
+    config.vocab_size = shape.vocabulary_size
     with _errors(folder):
         return _library(folder).AutoModelForCausalLM.from_config(config, **options)
 
@@ -105,52 +108,36 @@ def foreign_settings(folder: str) -> dict[str, Any]:
     return {**config.to_dict(), "architectures": [kind.__name__]}
 
 
-def _method(quantized: Any) -> str:
-    """The `quant_method` of a quantization_config, which is a dictionary or an object of transformers."""
-    found = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-    return str(getattr(found, "value", found))
-
-
 def foreign_shape(folder: str) -> ModelShape:
     """The shape of the model in a folder: numbers for cost, memory and reports, and `architecture`.
 
-    Models whose cost is not known count as dense decoders of their width.
+    Models whose cost is not known count as dense decoders of their width, with sizes of one where their configuration
+    states none.
 
     Raises:
         ImportError, ValueError: see `read_config`.
     """
     config = read_config(folder)
     with _errors(folder):
-        return _shape(folder, config)
-
-
-def _shape(folder: str, config: Any) -> ModelShape:
-    """`foreign_shape` of a configuration; sizes that it does not state are a dense decoder's."""
-    values = config.to_dict()
-    known: dict[str, Any]
-    try:
-        known = ModelShape.from_huggingface(values).to_dict()
-    except (ValueError, ArithmeticError):
-        found = {field: _number(config, names) for field, names in SIZES.items()}
-        heads, width = found["heads"] or 1, found["d_model"]
-        kept = {"heads": heads if width % (2 * heads) == 0 else 1, "d_ff": found["d_ff"] or 4 * width}
-        known = {**found, **kept, "context": found["context"] or 1 << 20}
-    learned = not any(values.get(name) for name in _ROTARY)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    made: dict[str, Any] = {
-        "architecture": folder,
-        "family": "",
-        "unsupported": "",
-        "tied": tied,
-        "dropout": 0.0,
-    }
-    made["logit_cap"] = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    return ModelShape(**{**known, **made, "positions": "learned" if learned else "rope"})
-
-
-def _number(config: Any, names: tuple[str, ...]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
+        values = config.to_dict()
+        known: dict[str, Any]
+        try:
+            known = ModelShape.from_huggingface(values).to_dict()
+        except (ValueError, ArithmeticError):
+            stated = {
+                field: [value for name in names if isinstance(value := getattr(config, name, None), int)]
+                for field, names in SIZES.items()
+            }
+            known = {field: each[0] if each else 0 for field, each in stated.items()}
+            heads, width = known["heads"] or 1, known["d_model"]
+            known["heads"] = heads if width % (2 * heads) == 0 else 1
+            known["d_ff"] = known["d_ff"] or 4 * width
+            known["context"] = known["context"] or 1 << 20
+        known |= {"architecture": folder, "family": "", "unsupported": "", "dropout": 0.0}
+        known["tied"] = bool(getattr(config, "tie_word_embeddings", False))
+        known["logit_cap"] = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        known["positions"] = "rope" if any(values.get(name) for name in _ROTARY) else "learned"
+        return ModelShape(**known)
 
 
 def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
@@ -164,10 +151,8 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
     Raises:
         ValueError: it has its own attention code, no list of blocks, or no head that is a matrix.
     """
-    config = read_config(shape.architecture)
-    config.vocab_size = shape.vocabulary_size
     with torch.device("cpu"), _parameters_on_meta():
-        whole = _new_model(shape.architecture, config)
+        whole = _new_model(shape)
         _freeze_buffers(whole)
     try:
         register(whole)
@@ -178,7 +163,7 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
         ) from error
     names = {id(each): name for name, each in whole.named_parameters()}
     base, head, embedding = whole.base_model, whole.get_output_embeddings(), whole.get_input_embeddings()
-    blocks = next((each for each in base.modules() if _is_blocks(each, config.num_hidden_layers)), None)
+    blocks = next((each for each in base.modules() if _is_blocks(each, whole.config.num_hidden_layers)), None)
     if (
         base is whole
         or blocks is None
@@ -198,9 +183,9 @@ def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
     decoder.embedding, decoder.blocks, decoder.model = embedding, blocks, base
     if head.weight is not embedding.weight:
         decoder.head = head
-    factors = (float(getattr(config, name, None) or 1.0) ** power for name, power in FACTORS.items())
+    factors = (float(getattr(whole.config, name, None) or 1.0) ** power for name, power in FACTORS.items())
     decoder.__dict__["logit_factor"] = math.prod(factors)
-    decoder.__dict__["rotation_limit"] = rotation_limit(config)
+    decoder.__dict__["rotation_limit"] = rotation_limit(whole.config)
     return {name: names[id(each)] for name, each in decoder.named_parameters()}
 
 
@@ -314,11 +299,9 @@ def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], 
     def state() -> dict[str, Tensor]:
         library = _library(folder)
         if seed is not None:
-            config = read_config(folder)
-            config.vocab_size = shape.vocabulary_size
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
-                return dict(_new_model(folder, config).state_dict())
+                return dict(_new_model(shape).state_dict())
         given = _saved_config(folder)
         more: dict[str, Any] = {"config": given}
         if given.get_text_config() is not given:
@@ -362,10 +345,8 @@ def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dt
         folder: to write to.
         dtype: of the parameters.
     """
-    config = read_config(shape.architecture)
-    config.vocab_size = shape.vocabulary_size
     with torch.device("meta"):
-        whole = _new_model(shape.architecture, config, dtype=dtype)
+        whole = _new_model(shape, dtype=dtype)
     parameters = {name for name, _ in whole.named_parameters()}
     values = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
     whole.load_state_dict(values, strict=False, assign=True)

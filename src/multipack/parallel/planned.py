@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.packs.batch import Movable
-from multipack.ops.attention import Backend, check_heads, select
+from multipack.ops.attention import check_heads, select
 from multipack.ops.attention.kernel import (
     Gradients,
     KeyBlock,
@@ -43,6 +43,7 @@ from multipack.ops.attention.kernel import (
     add_gradients,
     merge_blocks,
 )
+from multipack.ops.attention.table import Backend
 from multipack.ops.autocast import at_least_float32
 from multipack.parallel.collectives import Group
 from multipack.planning.lengths import offsets_of

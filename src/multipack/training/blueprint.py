@@ -129,11 +129,7 @@ def kernels_of(config: Config, shape: ModelShape, device: torch.device) -> list[
 
 
 def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape: ModelShape) -> None:
-    """Check that the first stage of a pipeline has trained parameters, so that gradients arrive in it.
-
-    Raises:
-        ValueError: all its parameters are frozen, or a rule matches no parameter.
-    """
+    """Check that the first stage of a pipeline has trained parameters, so that gradients arrive in it."""
     parallel = config.parallel
     blocks = split_layers(shape.layers, parallel.stages, head_layers(shape))[0]
     held = ("embedding.", "positions.", *(f"blocks.{number}." for number in blocks))
@@ -148,11 +144,7 @@ def _check_first_stage(whole: Mapping[str, nn.Parameter], config: Config, shape:
 
 
 def _check_memory(whole: Mapping[str, nn.Parameter], config: Config, world: World) -> None:
-    """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
-
-    Raises:
-        ValueError: the weights would not fit.
-    """
+    """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective."""
     parallel, free = config.parallel, available_memory()
     elements = sum(each.numel() for each in whole.values())
     parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]

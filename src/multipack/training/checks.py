@@ -133,7 +133,8 @@ OF_RANKS = (
     Refusal(
         lambda run: run.resumes and run.needed > run.per_rank,
         "parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
-        " data-parallel rank, and the resumed run has {per_rank}: use a smaller parallel.pipeline",
+        " data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline=1, or"
+        " one of at most {per_rank}",
     ),
     Refusal(
         lambda run: run.log.gradient_noise and run.per_rank < 2,

@@ -53,13 +53,11 @@ KEPT = ("between", "train_on_prompt", "overlong", "overlap", "repeat_prompt", "v
 
 @dataclass(frozen=True)
 class SetLoss:
-    """The loss of a set of documents.
+    """The mean loss of a set of documents, weighted as in training (`train.loss_weighting`).
 
     Attributes:
         name: source in a mixture; empty for all documents.
         documents: number of documents; a preference pair is one.
-        targets: number of target tokens.
-        loss: mean loss, weighted as in training (`train.loss_weighting`).
         perplexity: e^loss; None if the loss is not a mean over tokens.
     """
 
@@ -75,8 +73,7 @@ class EvaluationResult:
     """Result of `evaluate`.
 
     Attributes:
-        weights: folder of the weights.
-        step: training steps that they have taken; None = unknown.
+        weights: folder of the weights, after `step` training steps; None = unknown.
         documents: one line about the documents.
         sets: the loss of all documents, and then of each source.
         metrics: metrics of preferences, such as `reward_accuracy` and `reward_margin`.
@@ -114,7 +111,7 @@ def evaluate(
         path: a run, one of its checkpoints, or a Hugging Face folder.
         words: settings: the documents (`data=jsonl data.path=test.jsonl`), and others such as `parallel.data=zero3`.
             Without documents, the run's validation documents are evaluated.
-        weights: which weights of a run: latest or best.
+        weights: of a run: latest or best.
         console: shows progress.
 
     Raises:
@@ -131,11 +128,9 @@ def evaluate(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A request to evaluate: the weights and the settings.
+    """A request to evaluate the weights in a folder.
 
     Attributes:
-        path: folder of the run, the checkpoint or the model.
-        config: settings.
         checkpoint: its run's validation documents are evaluated; None = the documents of `config.data`.
         reference: model that preference pairs are compared with, unless the settings name one; empty = unknown.
     """

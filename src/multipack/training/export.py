@@ -63,12 +63,8 @@ def export(
 ) -> list[tuple[str, str]]:
     """Write a run, or one of its checkpoints, as a folder that transformers loads, or peft if it trained adapters.
 
-    Args:
-        path: the run or the checkpoint.
-        folder: to write; it must not exist, or be empty.
-        weights: which of the run's weights: latest or best.
-        dtype: fp32, bf16 or fp16; auto = the dtype of the model that the run started with, or fp32.
-        merge: write the whole model with its adapters merged into the weights.
+    `dtype` auto is the dtype of the model that the run started with, or fp32; `merge` writes the whole model with its
+    adapters merged into the weights.
 
     Returns:
         Rows of a report: (name, value).

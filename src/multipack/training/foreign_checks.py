@@ -35,11 +35,7 @@ _FREE = ("architecture", "vocabulary_size")
 
 
 def check_shape(config: Config, where: str) -> None:
-    """Check that the settings of the model agree with its config.json.
-
-    Raises:
-        ValueError: one does not; the message names the setting, and `where` it has no effect.
-    """
+    """Check that the settings of the model agree with its config.json; `where` names it in the message."""
     own = foreign_shape(config.model.architecture).to_dict()
     values = config.shape_with(0).to_dict()
     if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
@@ -50,22 +46,14 @@ def check_shape(config: Config, where: str) -> None:
 
 
 def check_corpus(shape: ModelShape, corpus: Corpus) -> None:
-    """Check that no document of a run changes others of its row by its length; a stream's are checked later.
-
-    Raises:
-        ValueError: one does.
-    """
+    """Check that no document of a run changes others of its row by its length; a stream's are checked later."""
     limit = rotation_limit(read_config(shape.architecture))
     for documents in (corpus.train, corpus.validation):
         check_documents(documents.lengths, limit, shape.architecture)
 
 
 def check_same_code(folder: str, checkpoint: Path) -> None:
-    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is a new one, has the run's config.json.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the folder in `model=hf:FOLDER` of a resumed run, if it is a new one, has the run's config.json."""
     saved = checkpoint / CONFIG
     before = read_yaml(checkpoint / "config.yaml").get("model", {}).get("architecture", "")
     if folder != before and saved.is_file() and read_json(Path(folder) / CONFIG) != read_json(saved):

@@ -42,12 +42,7 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
 
 
 def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
-    """Load a model, as `load_model` does, and its tokenizer.
-
-    Raises:
-        FileNotFoundError: there is no model, run or complete checkpoint at `path`.
-        ValueError: see `load_model`; or there is no tokenizer.
-    """
+    """Load a model, as `load_model` does, and its tokenizer; `ValueError` if there is none."""
     model, tokenizer = _load(path, device, "RUN")
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
@@ -111,10 +106,10 @@ def answer(
 
     Args:
         model: a decoder that was trained on conversations.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's.
         template: the chat template of the model's training data.
         messages: dicts with `role` and `content`; the last one has the role `user`.
-        sampling: options of sampling; the i-th answer of the conversation uses `seed + i`, from i = 0.
+        sampling: the i-th answer of the conversation uses `seed + i`, from i = 0.
         listener: called with each new piece of the answer's text.
 
     Returns:
@@ -146,12 +141,7 @@ def answer(
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The prompts of `given`, followed by the lines of `file` that have text; `-` is standard input.
-
-    Raises:
-        ValueError: there are no prompts, or the file is not text.
-        FileNotFoundError: there is no such file.
-    """
+    """The prompts of `given`, followed by the lines of `file` that have text; `-` is standard input."""
     text = ""
     if file:
         try:
@@ -167,11 +157,7 @@ def read_prompts(given: Sequence[str], file: str) -> list[str]:
 def print_completions(
     path: Path, prompts: Sequence[str], sampling: Sampling, device: str = "auto", as_json: bool = False
 ) -> None:
-    """Complete prompts and print them, as `multipack generate`; a single completion is streamed.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_run` and `complete_batch`.
-    """
+    """Complete prompts and print them, as `multipack generate`; a single completion is streamed."""
     model, tokenizer = load_run(path, device)
     if find_template(path) is not None:
         _print_note(
@@ -208,11 +194,7 @@ def print_completions(
 
 
 def converse(path: Path, system: str, sampling: Sampling, device: str = "auto") -> None:
-    """Chat on standard input and output: a line is a question, the text after it the answer.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_run` and `answer`; or the model has no chat template.
-    """
+    """Chat on standard input and output: a line is a question, the text after it the answer."""
     template = find_template(path)
     if template is None:
         raise ValueError(

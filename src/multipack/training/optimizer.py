@@ -39,11 +39,7 @@ FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 class ParameterOptions:
     """Options of a parameter; parameters with equal options form a group of the optimizer.
 
-    Attributes:
-        lr_scale: factor of the learning rate.
-        weight_decay: decoupled weight decay.
-        frozen: not trained.
-        is_matrix: a matrix of a block, for optimizers that treat these apart, such as Muon; False under AdamW.
+    `is_matrix` marks matrices of blocks for optimizers that treat these apart, such as Muon; False under AdamW.
     """
 
     lr_scale: float
@@ -109,15 +105,10 @@ def freeze(
     config: OptimizerConfig,
     whole: Mapping[str, Tensor] | None = None,
 ) -> dict[str, ParameterOptions]:
-    """Set requires_grad=False on frozen parameters. Call it before DDP or FSDP, which read requires_grad once.
+    """Set requires_grad=False on frozen parameters of this rank, and return the options of all of its parameters.
 
-    Args:
-        parameters: parameters of this rank, by name.
-        config: the rules.
-        whole: all parameters of the model, to match rules with; None = `parameters`.
-
-    Returns:
-        Name → options of each of this rank's parameters.
+    Call it before DDP or FSDP, which read requires_grad once. `whole` are all parameters of the model, to match rules
+    with; None = `parameters`.
 
     Raises:
         ValueError: see `parameter_options`; or every parameter is frozen.
@@ -137,15 +128,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of `optimizer.name` over groups of parameters; frozen ones are left out, see `freeze`.
 
-    Each group has `lr_scale` beside torch's settings; schedules multiply learning rates by it.
-
-    Args:
-        model: the model, or this rank's parameters of it by name.
-        config: settings and rules.
-        whole: all parameters of the model, to match rules with; None = the parameters of `model`.
-
-    Raises:
-        ValueError: see `freeze`.
+    Each group has `lr_scale` beside torch's settings; schedules multiply learning rates by it. `model` may be this
+    rank's parameters by name; `whole` and errors as in `freeze`.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     config = replace(config, lr=max(config.lr, 0.0))  # the engine sets the rate of each step

@@ -98,7 +98,7 @@ class Config:
         limited = self.model.attention != "auto" or self.data.share_prefixes != "off"
         self.parallel = self.parallel.resolved(self.model, limited)
         if self.model.attention != "auto":
-            from multipack.ops.attention import find_backend  # imports torch
+            from multipack.ops.attention.table import find_backend  # imports torch
 
             find_backend(self.model.attention)
 

@@ -47,13 +47,7 @@ def source_dtype(files: Mapping[str, str]) -> str:
 
 
 def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """The source's config.json, if it describes this model but for its vocabulary; else `config`.
-
-    Args:
-        files: see `source_files`.
-        config: content of a config.json that describes the model.
-        shape: shape of the model.
-    """
+    """The source's config.json, if it describes this model but for its vocabulary; else `config`, which does."""
     kept = read_object(files, CONFIG)
     if shape.architecture:
         same = not (kept.get("text_config") or kept.get("quantization_config"))
@@ -72,11 +66,7 @@ def merged_config(files: Mapping[str, str], config: dict[str, Any], shape: Model
 
 
 def read_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The object in one of the files; empty if there is no such file.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """The JSON object in one of the files; empty if there is no such file."""
     try:
         found = json.loads(files.get(name, "{}"))
     except (ValueError, RecursionError) as error:
@@ -87,12 +77,7 @@ def read_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def find_template(path: Path) -> ChatTemplate | None:
-    """Find the chat template of a run, a checkpoint or an export; None if there is none.
-
-    Raises:
-        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
-        ValueError: the file of a template is damaged.
-    """
+    """The chat template of a run, a checkpoint or an export; None if there is none."""
     folder = weights_folder(path)
     if (folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))

@@ -49,9 +49,7 @@ class TrainedAdapter:
     """A trained adapter.
 
     Attributes:
-        config: its settings.
-        read: name of a trained parameter → its value.
-        names: names of the trained parameters.
+        read: name of a trained parameter, one of `names` → its value.
         quantized: names of the frozen parameters that were quantized while it was trained.
         alphas: matrix → its alpha, where it differs from `config.alpha`; only in adapters of peft.
     """
@@ -87,12 +85,11 @@ class TrainedWeights:
     """Trained weights with their shape and tokenizer.
 
     Attributes:
-        folder: the checkpoint or Hugging Face folder of the weights.
-        shape: shape of the decoder.
+        folder: the checkpoint or Hugging Face folder.
         read: name of a parameter of the decoder → its value, read at each call.
-        tokenizer: the tokenizer; None = the folder has no tokenizer.json.
+        tokenizer: None = the folder has no tokenizer.json.
         step: number of training steps in its run; None = unknown.
-        adapter: the adapter that `read` merges into the weights; None = there is none.
+        adapter: the adapter that `read` merges into the weights.
     """
 
     folder: Path
@@ -110,13 +107,9 @@ class TrainedWeights:
 def find_weights(
     path: Path, weights: Weights = "latest", world: World | None = None, foreign: bool = False
 ) -> TrainedWeights:
-    """Weights from a run, a checkpoint or a Hugging Face folder.
+    """Weights from a run, a checkpoint or a Hugging Face folder, which is read as `model=hf:` if `foreign`.
 
-    Args:
-        path: the folder.
-        weights: which weights of a run.
-        world: ranks that all read them and divide the check of a checkpoint's files; collective.
-        foreign: whether a Hugging Face folder is read for a model of transformers (`model=hf:`).
+    With `world`, collective: the ranks divide the check of a checkpoint's files.
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -176,11 +169,8 @@ def adapt_weights(
     New rows of the vocabulary get the mean of the known rows, so that the logit of a new token is neither the largest
     nor far away (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 
-    Args:
-        initial: see `find_weights`.
-        shape: shape of the run's decoder, with rows for the whole tokenizer.
-        tokenizer: the run's tokenizer. Every token of the initial tokenizer must have the same number in it.
-        setting: the setting that names these weights, for messages.
+    Every token of the initial tokenizer must have the same number in the run's `tokenizer`; `setting` names the
+    weights in messages.
 
     Returns:
         A function that reads a parameter, and a note for the header of the run: a `Detail` if nothing is new.

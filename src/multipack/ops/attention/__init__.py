@@ -31,22 +31,9 @@ from torch import Tensor
 from multipack.data.packs.batch import PackedBatch
 from multipack.ops.attention import table
 from multipack.ops.attention.kernel import Limits
-from multipack.ops.attention.loop import FLOAT32_TOKENS
-from multipack.ops.attention.masks import check_window, document_mask, mask_4d
-from multipack.ops.attention.table import BACKENDS, Backend, find_backend
+from multipack.ops.attention.masks import check_window
+from multipack.ops.attention.table import Backend
 from multipack.ops.autocast import in_autocast_dtype
-
-__all__ = [
-    "BACKENDS",
-    "FLOAT32_TOKENS",
-    "Backend",
-    "attention",
-    "check_heads",
-    "document_mask",
-    "find_backend",
-    "mask_4d",
-    "select",
-]
 
 
 def attention(
