@@ -40,7 +40,7 @@ class Work:
         while done < kills and not lost:
             out, number = folder / f"killed-{number}", number + 1
             for _ in range(each):
-                found = self.start(out, **draw(ended[0], done))
+                found = self.start(out, **draw(ended, done))
                 is_killed = any(rank.code == -9 for rank in found)
                 done += is_killed
                 inside += is_killed and out.exists()
@@ -63,12 +63,12 @@ def different_files(folder, whole):
 
 def at_any_moment(seed, least=0.0):
     rng = random.Random(seed)
-    return lambda ended, _: {"cpu": rng.uniform(least, 1.0) * ended.seconds}
+    return lambda ended, _, rank=0: {"cpu": rng.uniform(least, 1.0) * ended[rank].seconds}
 
 
 def at_a_change_of_files(seed):
     rng = random.Random(seed)
-    return lambda ended, _: {"event": rng.randrange(2, 2 * ended.events + 2)}
+    return lambda ended, _, rank=0: {"event": rng.randrange(2, 2 * ended[rank].events + 2)}
 
 
 @pytest.fixture
@@ -117,7 +117,8 @@ def test_kills_of_one_of_two_ranks(tmp_path, run_of, finish, more):
         return forked.together(tmp_path, run_of(out, *words), 2, killed=rank, **kill)
 
     def draw(ended, kills):
-        return moments[kills % 2](ended, kills) | {"rank": kills % 3 % 2}
+        rank = kills % 3 % 2
+        return moments[kills % 2](ended, kills, rank) | {"rank": rank}
 
     lost, counts = Work(start, forked.different).kill(tmp_path, 6, 6, draw)
     finish(lost, **counts)
