@@ -200,8 +200,7 @@ def test_peft_loads_an_export_and_we_load_it_too(exported, tmp_path, settings):
     )
 
 
-def test_exports_and_adapters_that_are_refused(words, exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(untrusted, "MOST_SECONDS", 0.5)
+def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
     out = run([*words, "adapter=lora"], tmp_path / "own").parent
     with pytest.raises(
         ValueError, match=r"which is no folder of a Hugging Face model: export .* with --merge"
@@ -214,16 +213,16 @@ def test_exports_and_adapters_that_are_refused(words, exported, tmp_path, monkey
     for changes, message in (
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
         ({"target_parameters": ["x"]}, "target_parameters=.* is not computed here"),
+        ({"rank_pattern": {"q_proj": 3}}, "is an adapter of another model"),
         ({"alpha_pattern": {"q_proj": "3"}}, "alpha_pattern must have a positive number"),
-        ({"alpha_pattern": {"(": 2}}, "alpha_pattern must have"),
-        ({"alpha_pattern": {"(((.)+)+)+!": 2}}, "alpha_pattern must have"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not computed here"),
         ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path=meta/x is no folder here"),
+        ({"r": 5}, "is an adapter of another model"),
         ({"r": 2.5}, "r must be"),
         ({"lora_alpha": 10**400}, "lora_alpha must be"),
         ({"use_rslora": 1}, "use_rslora must be true or false"),
         ({"use_dora": 0.5}, "use_dora must be true or false"),
-        ({"use_dora": True}, "lora_B.weight of .*use_dora=True"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
         ({"fan_in_fan_out": "no"}, "fan_in_fan_out must be true or false"),
         ({"base_model_name_or_path": str(tmp_path / "adapter")}, "base_model_name_or_path leads back to"),
     ):
@@ -328,8 +327,8 @@ def test_adapters_with_ranks_and_scales_of_their_own_are_those_of_peft(tmp_path,
         (True, {"modules_to_save": ["embed_tokens"]}, "modules_to_save has .*embed_tokens"),
         (True, {"modules_to_save": ["lm_head"]}, "modules_to_save has .*lm_head"),
         (True, {"modules_to_save": ["embed_tokens", "lm_head"]}, "modules_to_save has .*lm_head"),
-        (False, {"target_modules": ["q_proj", "lm_head"]}, "lm_head.*merge the adapter"),
-        (False, {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens.*merge the adapter"),
+        (False, {"target_modules": ["q_proj", "lm_head"]}, "lm_head .*merge the adapter"),
+        (False, {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens .*merge the adapter"),
     ],
 )
 def test_adapters_of_peft_that_another_model_would_be_are_refused(tmp_path, tied, settings, named):
@@ -338,3 +337,43 @@ def test_adapters_of_peft_that_another_model_would_be_are_refused(tmp_path, tied
     peft_adapter(tmp_path / "adapter", base, **settings)
     with pytest.raises(ValueError, match=named):
         load_model(tmp_path / "adapter")
+
+
+def test_an_adapter_of_a_module_that_settings_do_not_name_is_refused_as_peft_leaves_it_out(
+    tmp_path, monkeypatch
+):
+    """And where the settings name all modules, the logits are those of peft."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_model("llama", base, num_key_value_heads=2)
+    theirs = peft_adapter(adapter, base)
+    file = adapter / "adapter_config.json"
+    good = json.loads(file.read_text())
+    for changes in (
+        {"target_modules": r"(?i)model\.layers\.\d+\.(self_attn|mlp)\.((q|k|v|o|gate|up|x|y|z|down)_proj)"},
+        {"target_modules": "All-Linear"},
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "1.self_attn.q_proj", "mlp.down_proj"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"], "exclude_modules": "q_proj"},
+        {"rank_pattern": {"(a|b|c|d|e|f|g|h|i)+|.*k_.*": 5}, "exclude_modules": "(?i)Q_PROJ"},
+        {"exclude_modules": ["proj", "lm_head"], "modules_to_save": ["q_pro"], "layers_to_transform": []},
+    ):
+        file.write_text(json.dumps(good | changes))
+        assert difference_of(adapter, theirs) < 4
+    monkeypatch.setattr(untrusted, "MOST_SECONDS", 0.5)
+    for setting, value in (
+        *(
+            ("target_modules", each)
+            for each in (["q_proj"], ["", "down_proj"], "q_proj", None, {"q_proj": 1})
+        ),
+        *(("target_modules", each) for each in ([["q_proj"], "down_proj"], "(", "(([a-z._0-9])+)+!")),
+        *(("exclude_modules", each) for each in (["q_proj"], r".*\.1\.mlp\.\w+", 1)),
+        *(("layers_to_transform", each) for each in (1, [0], [0, True], "01")),
+        *(("rank_pattern", {each: 2}) for each in ("(", "(((.)+)+)+!")),
+        *(("modules_to_save", each) for each in (["mlp"], ["q_proj"], "score", "\n")),
+    ):
+        file.write_text(json.dumps(good | {setting: value}))
+        with pytest.raises(ValueError, match=rf"adapter_config.json: {setting}") as caught:
+            load_model(adapter)
+        assert "\n" not in str(caught.value)
+    file.write_text(json.dumps(good | {"layers_to_transform": [0, 1], "layers_pattern": "h"}))
+    with pytest.raises(ValueError, match="layers_to_transform"):
+        load_model(adapter)

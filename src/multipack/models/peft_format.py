@@ -7,8 +7,7 @@ norm.weight (trained whole)          base_model.model.model.norm.weight
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from torch import Tensor
 from multipack.atomic import read_file
 from multipack.hub import hub_name, model_folder
 from multipack.models.huggingface import modules_of, parameter_shapes
+from multipack.models.peft_modules import by_pattern, check_targets
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.adapter import AdapterConfig
 from multipack.shapes.json_values import flag_of, number_of, real_of
-from multipack.untrusted import matching
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names of an adapter."""
@@ -185,8 +184,6 @@ def _saved(folder: Path) -> dict[str, Tensor]:
 def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, float]]:
     """An adapter in peft's format: its settings, its tensors by the decoder's names, and the `alphas` of `to_peft`.
 
-    What is adapted, and with which rank, its tensors say.
-
     Args:
         folder: has adapter_config.json and adapter_model.safetensors.
         shape: of the decoder, see `peft_shape`.
@@ -195,55 +192,74 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         ValueError: it is not LoRA or DoRA, has a setting that is not computed here, is damaged, or belongs to another
             model.
     """
-    config, sizes = _config(folder), parameter_shapes(shape)
-    modules = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
-    modules |= {"score": (("score",), False)} if shape.scores else {}
+    config, given = _config(folder), read_json(folder / PEFT_CONFIG)
+    sizes, found = parameter_shapes(shape), dict[str, Tensor]()
+    wanted_ranks, own_alphas = dict[str, int](), dict[str, float]()
+    back = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
+    back |= {"score": (("score",), False)} if shape.scores else {}
     saved = {name.removeprefix(_PREFIX): value for name, value in _saved(folder).items()}
-    if shape.tied:
-        table = next(f"{theirs}.weight" for theirs, (ours, _) in modules.items() if "embedding" in ours)
-        _check_tied(folder, saved, table)
-        saved.pop(_HEAD, None)  # equal to the embedding
-    held = dict[str, dict[str, Tensor]]()
+    _check_outside(folder, shape, saved, back)
+    outside = [each for each, (ours, _) in back.items() if {"embedding", "head", "score"} & {*ours}]
+    adapted = _adapted(folder, config, saved)
+    check_targets(folder / PEFT_CONFIG, given, adapted, outside)
+    ranks, alphas = (
+        by_pattern(folder / PEFT_CONFIG, name, given.get(name), default, adapted)
+        for name, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
+    )
     for name, value in saved.items():
+        if shape.tied and name == _HEAD:
+            continue  # equal to the embedding
         module, own = _split(name)
-        held.setdefault(module, {})[own] = value
-    complete = {"lora_a", "lora_b"} | ({"magnitude"} if config.name == "dora" else set())
-    found, alphas, alpha_of = dict[str, Tensor](), dict[str, float](), _alphas(folder, list(held))
-    for module, tensors in held.items():
-        if module not in modules or tensors.keys() not in (complete, {"weight"}, {"weight", "bias"}):
-            names = ", ".join(_NAMES.get(own, own) for own in sorted(tensors))
+        ours, turned = back.get(module, ((), False))
+        if turned and own == "weight":
+            value = value.t()
+        rows = [sizes[f"{each}.weight"][0] for each in ours if f"{each}.weight" in sizes]
+        joined = own != "lora_a" and len(rows) > 1 and sum(rows) == len(value)
+        parts = torch.split(value, rows) if joined else [value] * len(rows)
+        for each, part in zip(ours, parts, strict=False):
+            found[f"{each}.{own}"] = part.to(torch.float32).contiguous()
+            wanted_ranks[each] = int(ranks(module))
+            if own == "lora_a" and (alpha := alphas(module)) != config.alpha:
+                own_alphas[each] = alpha
+        if not rows:
             raise ValueError(
-                f"{folder / PEFT_WEIGHTS}: {names} of {module} are no adapter of a matrix of the model that"
-                f" base_model_name_or_path names, with use_dora={config.name == 'dora'}; merge the adapter with peft"
+                f"{folder}: {name} belongs to no module of the model that base_model_name_or_path names"
             )
-        ours, turned = modules[module]
-        rows = [sizes[f"{each}.weight"][0] for each in ours]
-        for own, value in tensors.items():
-            whole = value.t() if turned and own == "weight" else value
-            is_joined = own != "lora_a" and len(rows) > 1 and sum(rows) == len(whole)
-            parts = torch.split(whole, rows) if is_joined else [whole] * len(rows)
-            found |= {
-                f"{each}.{own}": part.float().contiguous() for each, part in zip(ours, parts, strict=True)
-            }
-        if alpha_of.get(module, config.alpha) != config.alpha:
-            alphas |= dict.fromkeys(ours, alpha_of[module])
     for name, value in found.items():
         module, _, own = name.rpartition(".")
-        rank, (out, *columns) = len(found.get(f"{module}.lora_a", ())), sizes[f"{module}.weight"]
-        adapter = {"lora_a": (rank, *columns), "lora_b": (out, rank), "magnitude": (out,)}
+        rows, columns = (*sizes[f"{module}.weight"], 0)[:2]
+        rank = wanted_ranks[module]
+        adapter = {"lora_a": (rank, columns), "lora_b": (rows, rank), "magnitude": (rows,)}
         wanted = adapter.get(own) or tuple(sizes.get(name, ()))
         if tuple(value.shape) != wanted:
             raise ValueError(
                 f"{folder} is an adapter of another model than base_model_name_or_path names: its {name} is"
                 f" {tuple(value.shape)}, and there it is {wanted}"
             )
-    return config, found, alphas
+    return config, found, own_alphas
 
 
-def _check_tied(folder: Path, saved: Mapping[str, Tensor], table: str) -> None:
-    """Refuse an adapter that trains one of two matrices, embedding (`table`) and head, which are the same."""
+def _check_outside(
+    folder: Path, shape: ModelShape, saved: Mapping[str, Tensor], back: Mapping[str, tuple[Any, bool]]
+) -> None:
+    """Check what an adapter changes outside of blocks: the embedding, and the head, which may be the same matrix.
+
+    `back` is Hugging Face's module → (the decoder's modules, whether the matrix is transposed).
+
+    Raises:
+        ValueError: an adapter of their own changes their rows, or matrices that must be the same differ.
+    """
+    for name in saved:
+        module, layer, _ = name.partition(".base_layer.")
+        module, rows, _ = (name if not layer else module).partition(".lora_embedding_")
+        if layer or rows:
+            raise ValueError(
+                f"{folder}: the adapter of {module} changes the vocabulary's rows, which is not computed here; merge"
+                " the adapter with peft"
+            )
+    table = next(f"{theirs}.weight" for theirs, (ours, _) in back.items() if "embedding" in ours)
     held = [saved[name] for name in (table, _HEAD) if name in saved]
-    if held and not (len(held) == 2 and torch.equal(*held)):
+    if shape.tied and held and not (len(held) == 2 and torch.equal(*held)):
         raise ValueError(
             f"{folder}: modules_to_save has {table if _HEAD not in saved else _HEAD} of a model whose head is its"
             " embedding, and the other matrix is not the same (ensure_weight_tying=True trains both); merge the"
@@ -251,28 +267,27 @@ def _check_tied(folder: Path, saved: Mapping[str, Tensor], table: str) -> None:
         )
 
 
-def _alphas(folder: Path, modules: Sequence[str]) -> dict[str, float]:
-    """Module of transformers → its value in alpha_pattern, where the first match counts, as in peft.
+def _adapted(folder: Path, config: AdapterConfig, saved: Mapping[str, Tensor]) -> list[str]:
+    """The modules of transformers that have an adapter, each with all of its tensors.
 
     Raises:
-        ValueError: it is not an object of positive numbers, or a key is a bad regular expression or a very slow one.
+        ValueError: a tensor is missing or superfluous: peft would take random values, or leave it out.
     """
-    file, found = folder / PEFT_CONFIG, dict[str, float]()
-    given = read_json(file).get("alpha_pattern") or {}
-    try:
-        if not all(type(value) in (int, float) and 0 < value < math.inf for value in given.values()):
-            raise ValueError("a value is another")
-        rows = matching([rf"(.*\.)?({key})$" for key in given], modules) if given else []
-        for value, row in zip(given.values(), rows, strict=True):
-            for module, is_matched in zip(modules, row, strict=True):
-                if is_matched:
-                    found.setdefault(module, float(value))
-    except (ArithmeticError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{file}: alpha_pattern must have a positive number for each name or regular expression of modules, got"
-            f" {given!r:.60} ({error}); merge the adapter with peft"
-        ) from None
-    return found
+    held = dict[str, set[str]]()
+    for module, own in map(_split, saved):
+        held.setdefault(module, set()).add(own)
+    wanted = {"lora_a", "lora_b"} | ({"magnitude"} if config.name == "dora" else set())
+    adapted = [module for module, own in held.items() if own & _NAMES.keys()]
+    for module in adapted:
+        if held[module] != wanted:
+            names = (
+                ", ".join(_NAMES.get(own, own) for own in sorted(each)) for each in (held[module], wanted)
+            )
+            raise ValueError(
+                f"{folder / PEFT_WEIGHTS}: {module} has {next(names)}, and an adapter with"
+                f" use_dora={config.name == 'dora'} has {next(names)}; save it again with peft"
+            )
+    return adapted
 
 
 def _config(folder: Path) -> AdapterConfig:
