@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flat_tokens import flat_tokens
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.documents import Document
 from multipack.data.views.prefix_tree import PrefixTree
-from multipack.data.views.shared_prefixes import SharedPrefixes
+from multipack.data.views.shared_prefixes import FlatTokens, SharedPrefixes
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
 from multipack.planning.report import report
@@ -45,7 +44,7 @@ def options(**changes: Any) -> PlanOptions:
 
 def source(groups: bool = False, **changes: Any) -> SharedPrefixes:
     return SharedPrefixes(
-        flat_tokens(DOCUMENTS),
+        FlatTokens.of(DOCUMENTS),
         groups=GROUPS if groups else None,
         options=options(**changes),
         min_prefix=8,
@@ -120,7 +119,7 @@ def test_packs_of_documents_that_share_nothing_are_those_without_sharing() -> No
         given: dict[str, Any] = {"options": made, "rank": rank, "world_size": 2, "seed": 3}
         alone = PackedBatchSampler(LENGTHS + 1, **given)
         shared = PackedBatchSampler(
-            SharedPrefixes(flat_tokens(tokens), groups=None, options=made, min_prefix=8), **given
+            SharedPrefixes(FlatTokens.of(tokens), groups=None, options=made, min_prefix=8), **given
         )
         for epoch in range(2):
             alone.set_epoch(epoch)
@@ -158,7 +157,7 @@ def test_the_order_is_kept_as_windows_promise_and_epochs_differ() -> None:
 
 
 def test_a_group_larger_than_a_pack_is_cut_and_options_are_refused() -> None:
-    tokens = flat_tokens([[1] * 20 + [number, 7, 8] for number in range(10)])
+    tokens = FlatTokens.of([[1] * 20 + [number, 7, 8] for number in range(10)])
     made = SharedPrefixes(tokens, groups=[5] * 10, options=options(capacity=30), min_prefix=8).items()
     assert made.slots.max() <= 30
     assert len(made.slots) == 4  # 20 shared tokens and three of each document

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from flat_tokens import flat_tokens
 from multipack.cli import app
 from multipack.data.views.prefix_tree import PrefixTree
-from multipack.data.views.shared_prefixes import SharedPrefixes
+from multipack.data.views.shared_prefixes import FlatTokens, SharedPrefixes
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
 from multipack.planning.report import report
@@ -110,7 +109,7 @@ def shared(request):
         documents.append(np.append([number // 40] * 30 + [number // 4] * 20, answer))
     entries = [documents[i : i + 1 + request.param] for i in range(0, 120, 1 + request.param)]
     options = PlanOptions(capacity=1024, packs_per_step=2)
-    tokens = flat_tokens(documents)
+    tokens = FlatTokens.of(documents)
     items = SharedPrefixes(tokens, groups=None, options=options, min_prefix=1, pairs=request.param).items()
     return plan(items, options=options), entries
 

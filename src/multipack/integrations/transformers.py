@@ -223,7 +223,7 @@ class PackedTrainerMixin(PackedLoaders, PackedLoss):
     evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
 
     Args:
-        model, args, *positional, **named: see the host.
+        model: see the host, as for `args` and all other arguments.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), which also limits the length of a document.

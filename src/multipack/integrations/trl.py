@@ -21,7 +21,7 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
     """TRL's SFTTrainer on planned packs.
 
     Args:
-        model, args, *positional, **named: see SFTTrainer; TRL's own packing is off.
+        model: see SFTTrainer, as for `args` and all other arguments; TRL's own packing is off.
         data_collator: a `PackedDataCollator`; None = one with its defaults.
         capacity: tokens of a pack; None = `max_length`.
 

@@ -15,6 +15,7 @@ beginning, too; then the pack has fewer slots than planned.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +64,16 @@ class FlatTokens:
     tokens: Tokens
     starts: Integers
     lengths: Integers
+
+    @classmethod
+    def of(cls, documents: Sequence[ArrayLike]) -> FlatTokens:
+        """Tokens of documents given as lists of token numbers."""
+        lengths = check_lengths([len(np.asarray(each)) for each in documents])
+        tokens = np.concatenate([np.asarray(each) for each in documents])
+        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() > LARGEST_TOKEN:
+            raise ValueError(f"tokens must be whole numbers from 0 to {LARGEST_TOKEN:,}")
+        dtype = np.uint16 if tokens.max() < 1 << 16 else np.uint32
+        return cls(tokens.astype(dtype), offsets_of(lengths)[:-1], lengths)
 
     @classmethod
     def of_view(cls, documents: Documents) -> FlatTokens:
