@@ -290,9 +290,12 @@ def test_settings_of_earlier_versions_are_passed_over_in_saved_runs_only(tmp_pat
     """A file that starts a new run may have them where they have no effect."""
     run = resumable(tmp_path / "run")
     saved = run.config.read_text()
-    run.config.write_text(saved.replace("train:\n", "train:\n  ema_decay: 0.9\n"))
-    config = compose_run([f"out={run.path}", "train.resume=true"])
-    assert config.train == replace(compose(STARTED).train, resume="true")
+    resume = [f"out={run.path}", "train.resume=true"]
+    run.config.write_text(saved.replace("train:\n", "train:\n  sample_top_k: 9\n"))
+    assert compose_run(resume).train == replace(compose(STARTED).train, resume="true")
+    run.config.write_text(saved.replace("optimizer:\n", "optimizer:\n  lr_scaling: sqrt\n"))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_scaling=sqrt of that run is gone"):
+        compose_run(resume)
     file = tmp_path / "file.yaml"
     file.write_text("train: {ema_decay: 0.0, steps: 7}")
     assert compose([f"config={file}"]).train.steps == 7
@@ -468,11 +471,13 @@ def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_saved_run_has_fewer(t
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose(words)))
     resumed = ["train.resume=true", f"out={run.path}"]
-    with pytest.raises(ValueError, match=r"needs 4 packs .* has 3: use a smaller parallel\.pipeline$"):
+    with pytest.raises(
+        ValueError, match=r"needs 4 packs .* has 3: use parallel\.pipeline=1, or one of at most 3$"
+    ):
         check(compose_run([*resumed, "parallel.pipeline=4"]), 4)
     check(compose_run([*resumed, "parallel.pipeline=2"]), 4)
     with pytest.raises(
-        ValueError, match=r"\(interleaved\) needs 4 .* has 3: use a smaller parallel\.pipeline$"
+        ValueError, match=r"\(interleaved\) needs 4 .* has 3: use parallel\.pipeline=1, or one of at most 3$"
     ):
         check(compose_run([*resumed, "parallel.pipeline=2", "parallel.schedule=interleaved"]), 2)
 

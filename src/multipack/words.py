@@ -13,8 +13,8 @@ A group (a dataclass that is a field of the schema) may define
 - `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
 - `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
   ones unless it is 0, so a word for one of them sets the later ones to 0,
-- `RETIRED`: fields of earlier versions → their former defaults. `base`, the values of a saved run, may have them, and a
-  file with these values.
+- `RETIRED`: fields of earlier versions → their former defaults, or `...` where no value changes what is trained.
+  `base`, the values of a saved run, may have them, and a file with these values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def merge(
     saved = [pair for pair in flatten(base or {}).items() if pair[0] not in ignored]
     files = [
         _translated(
-            (pair for pair in flatten(read_yaml(path)).items() if pair not in retired.items()), translate
+            (pair for pair in flatten(read_yaml(path)).items() if not _is_without_effect(pair, retired)),
+            translate,
         )
         for key, path in pairs
         if key == "config"
@@ -146,6 +147,11 @@ def split(word: str) -> Pair:
     if not equals or not key:
         raise ConfigError(f"{word!r} is not a setting; write group=preset or group.key=value")
     return key.strip(), value
+
+
+def retired_settings(schema: type) -> dict[str, Any]:
+    """Full name of each setting of earlier versions → its former default; see `RETIRED` above."""
+    return _retired(_groups(schema))
 
 
 def preset_names(schema: type) -> dict[str, list[str]]:
@@ -258,6 +264,11 @@ def _retired(groups: dict[str, type]) -> dict[str, Any]:
     }
 
 
+def _is_without_effect(pair: tuple[str, Any], retired: dict[str, Any]) -> bool:
+    name, value = pair
+    return name in retired and retired[name] in (value, ...)
+
+
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
     """Full name → 0 of the fields that a word for another field sets to 0; see `EXCLUSIVE` above."""
     zeros: dict[str, Any] = {}
@@ -361,9 +372,10 @@ def _unknown(key: str, known: list[str]) -> str:
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
     if not group:
         siblings |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
-    near = [
+    near = [every[leaf]] if leaf in every else []
+    near += [
         names[leaves[0]]
-        for names in (siblings, every)
+        for names in (siblings, every if group else {})
         if (leaves := difflib.get_close_matches(leaf, names, 1, 0.7))
     ]
     hint = f"did you mean {near[0]}?" if near else "the command's option --settings lists them all"

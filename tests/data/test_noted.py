@@ -14,6 +14,7 @@ from multipack.data.views.shown import show
 from multipack.reports.console import Console
 
 WITHOUT_CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -29,6 +30,7 @@ CALLED = [
     {"role": "tool", "content": "sunny"},
     {"role": "assistant", "content": "Sunny."},
 ]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 PLAIN = [ASKED, {"role": "assistant", "content": "Rain."}]
 BYTES = TokenizerConfig(kind="byte")
 
@@ -51,8 +53,9 @@ def warnings(data):
     return TokenStore(prepare(data, BYTES)).warnings
 
 
-def test_calls_that_a_template_drops_and_empty_answers(prepared):
-    records = [{"messages": messages} for messages in (PLAIN, CALLED, PLAIN, CALLED)]
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "with tools, which the template lists"])
+def test_calls_that_a_template_drops_and_empty_answers(prepared, tools):
+    records = [{"messages": messages, "tools": tools} for messages in (PLAIN, CALLED, PLAIN, CALLED)]
     found = warnings(prepared(records, WITHOUT_CALLS))
     assert len(found) == 2
     assert all(text.startswith("2 of 4 conversations with ") for text in found)

@@ -398,3 +398,16 @@ def test_conversations_written_together_are_those_written_one_by_one(
     monkeypatch.setattr(room, "MOST_RECORDS", 1)
     assert all_of(broken="skip") == together
     assert refusal() == error
+
+
+def test_records_before_a_fault_of_their_file_come_first(read):
+    reader = read({"messages": [USER, ANSWER]}).reader
+
+    def entries():
+        yield {"messages": [USER, ANSWER]}, "a:1", "a, line 1"
+        raise OSError("the file ends here")
+
+    found = reader.documents(entries(), "lines")
+    assert next(found).name == "a:1"
+    with pytest.raises(OSError, match="ends here"):
+        next(found)

@@ -167,7 +167,7 @@ def run(trained):
 
 def test_several_prompts_are_completed_as_each_alone(run, tmp_path):
     file = tmp_path / "prompts.txt"
-    file.write_bytes("two \u2028 words\r\n\nthrée\n".encode())
+    file.write_bytes("two \u2028 words\r\nthrée\n".encode())
     rest = ("--max-tokens", "9", "--temperature", "0")
     shown = json.loads(run("--prompt", "one", "--prompts", str(file), *rest, "--json").stdout)
     found = {entry["prompt"]: entry for entry in shown["completions"]}
@@ -222,7 +222,8 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
         (["--prompt", ""], "the prompt '' has no tokens"),
         (["--prompt", "a", "--prompt", ""], "prompt 2: the prompt '' has no tokens"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
-        (["--prompts", "EMPTY"], "nothing to continue"),
+        (["--prompts", "EMPTY"], "line 1 is empty"),
+        (["--prompts", "GAP"], "line 2 is empty: every line is a prompt"),
         (["--prompts", "BINARY"], "is not text in UTF-8"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0"),
         (["--prompt", "a", "--stop", ""], "stop has an empty string"),
@@ -235,9 +236,9 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
     ],
 )
 def test_mistakes_are_one_line(trained, monkeypatch, capsys, tmp_path, words, message):
-    for name, content in (("EMPTY", b""), ("BINARY", b"\xff\xfe")):
+    for name, content in (("EMPTY", b""), ("GAP", b"a\n\nb\n"), ("BINARY", b"\xff\xfe")):
         (tmp_path / name).write_bytes(content)
-    known = {name: str(tmp_path / name) for name in ("EMPTY", "BINARY")}
+    known = {name: str(tmp_path / name) for name in ("EMPTY", "GAP", "BINARY")}
     error = fails(monkeypatch, capsys, "generate", trained, *(known.get(word, word) for word in words))
     assert error.startswith("error: ")
     assert message in error

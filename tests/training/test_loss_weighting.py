@@ -1,4 +1,4 @@
-"""Runs whose loss is a mean over documents, and runs whose documents are aligned."""
+"""Runs whose loss is a mean over documents."""
 
 import json
 
@@ -9,6 +9,8 @@ import torch
 from multipack.data.packs.collate import PackedCollator
 from multipack.data.packs.sampler import PackedBatchSampler
 from multipack.data.views.documents import IGNORE
+from multipack.training.run_config import compose_run
+from multipack.training.train import train
 
 DOCUMENT = "train.loss_weighting=document"
 
@@ -49,6 +51,12 @@ def test_evaluation_is_the_mean_over_validation_documents(trainer):
         expected = float(_mean_over_documents(model, run.corpus.validation))
     assert found == pytest.approx(expected, abs=1e-5)
     assert abs(trainer("data.validation=0.3").feeds.validation.losses()[""] - found) > 1e-4
+
+
+def test_a_resumed_run_may_change_its_weighting_and_says_so(finished, capsys, files):
+    train(compose_run([f"out={finished}", "train.resume=true", "train.steps=8", DOCUMENT]))
+    assert "train.loss_weighting changes from token to document" in capsys.readouterr().out
+    assert len(files(finished).losses) == 8
 
 
 @pytest.fixture

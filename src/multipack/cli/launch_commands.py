@@ -63,6 +63,11 @@ def launch(
     from multipack.launch.launcher import launch as start
 
     _check_command(context, words or [])
+    if "--max-restarts" in flags and not {"train.resume=auto", "train.resume=true"} & {*(words or [])}:
+        raise ValueError(
+            f"--flags {flags!r}: restarted with the same words, this run would begin again; add train.resume=auto"
+            " out=RUN_DIR"
+        )
     # The options have the names of the request's fields.
     options = context.params | {"words": words or [], "flags": shlex.split(flags)}
     for name in ("hostfile", "dry_run"):

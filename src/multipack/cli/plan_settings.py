@@ -141,7 +141,8 @@ def compose_plan(words: Sequence[str]) -> tuple[Path | None, PlanCommand, str]:
             "there is nothing to plan: give a .npy file of lengths, a token store, a file of documents, or data=…"
             " data.path=… as in training"
         )
-    if "sync" not in given and given.keys() & {"parallel", "parallel.data", "parallel.pipeline"}:
+    named = given_values(settings, translate)  # without the short names of a plan's own settings
+    if "sync" not in given and any(key.partition(".")[0] == "parallel" for key in named):
         command.sync = command.parallel.sync
     file = Path(paths[0]) if paths and not source else None
     return file, command, _training_command(["data=…", *settings] if file else settings, command)

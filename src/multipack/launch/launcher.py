@@ -139,6 +139,11 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
         return "torchrun"
     reaching = ("srun", "mpiexec", "mpirun") if allocation.scheduler == "slurm" else ("mpiexec", "mpirun")
     found = [name for name in reaching if wanted == "auto" and name in available and layout.hosts]
+    if wanted == "torchrun" and not local:
+        raise ValueError(
+            "--launcher torchrun starts the processes of one host: run the same command on each host with --node-rank"
+            " 0, 1, … and --address HOST of rank 0, or leave --launcher out"
+        )
     if not found and not local:
         raise ValueError(
             f"no launcher reaches {', '.join(layout.hosts[:3]) or f'{layout.nodes} hosts'}: put"

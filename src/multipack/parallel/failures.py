@@ -177,12 +177,11 @@ class Watch(Alone):
         """The message of the first failure; without one, a message on the ranks that sent no report."""
         is_late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         self._store.append(f"{key}/reports", f"{self._rank} {'late' if is_late else 'closed'}\n")
-        self._beats.clear()
-        began = time.monotonic()
+        began, beats = time.monotonic(), dict[int, tuple[bytes, float]]()
         while not self._store.check([key]):
             reports = self._store.get(f"{key}/reports").decode()
             missing = sorted({*range(self._size)} - {int(line.split()[0]) for line in reports.splitlines()})
-            silence = self._silence()
+            silence = self._silence(beats)
             stopped = [rank for rank in missing if silence[rank] > 4 * self._interval]
             if stopped or not missing or time.monotonic() - began > self._grace:
                 # The first rank that gives up closes connections, which the others see.
@@ -216,14 +215,17 @@ class Watch(Alone):
     def _no_answer(self, lost: Sequence[int], at: str) -> str:
         return f"{_ranks(lost)} did not answer{at} within parallel.timeout_seconds={self._timeout_seconds:g}"
 
-    def _silence(self) -> list[float]:
-        """Seconds since this process first saw each rank's last heartbeat, or began to look."""
+    def _silence(self, seen: dict[int, tuple[bytes, float]]) -> list[float]:
+        """Seconds since this process first saw each rank's last heartbeat, or began to look.
+
+        `seen` is rank → its last heartbeat and when it was first seen; each thread that looks has its own.
+        """
         now = time.monotonic()
         beats = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._size)])
         for rank, beat in enumerate(beats):
-            if self._beats.get(rank, (b"", 0.0))[0] != beat:
-                self._beats[rank] = beat, now
-        return [now - seen for _, seen in (self._beats[rank] for rank in range(self._size))]
+            if seen.get(rank, (b"", 0.0))[0] != beat:
+                seen[rank] = beat, now
+        return [now - since for _, since in (seen[rank] for rank in range(self._size))]
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
         """The store's answer; None if it is gone, or its process is stopped."""
@@ -265,7 +267,7 @@ class Watch(Alone):
             self._beats.clear()
         elif now - self._looked_at > patience / 8:
             self._looked_at = now
-            silence = self._silence()
+            silence = self._silence(self._beats)
             lost, at = [rank for rank, seconds in enumerate(silence) if seconds > patience], self._at
             # While all ranks send heartbeats: the last one of a killed rank may be from an earlier place.
             if self._blocks and waited > 2 * patience and max(silence) < patience / 2:

@@ -168,6 +168,8 @@ class PackStream:
         self.seed = check_integer("seed", seed, None)
         self.longest, self.min_prefix = chosen.capacity, None
         self.most_documents = min(chosen.max_documents or chosen.capacity, chosen.capacity)
+        if not (hasattr(documents, "__iter__") or hasattr(documents, "__getitem__")):
+            raise ValueError(f"documents must be an iterable or a data set, got {type(documents).__name__}")
         self._documents, self._length, self._targets = documents, length, targets
         self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
         own = {"algorithm": ALGORITHM, "seed": self.seed, "targets": targets is not None}
@@ -327,6 +329,8 @@ class PackStream:
             else:
                 source.load_state_dict(self._queue.source)
             return iter(source)
+        if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+            return (source[place] for place in range(self.position, len(source)))
         documents = iter(source)
         if documents is not source:
             return islice(documents, self.position, None)

@@ -10,6 +10,7 @@ A phase returns an object; its `notes` are for the header of the run. Settings a
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -231,6 +232,14 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
             f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
             " micro-batches each"
         )
+    if parallel.tensor > 1:
+        hosts = mesh.world.gather(socket.gethostname())
+        first = mesh.world.rank - mesh.coordinate("tp")
+        if len(set(hosts[first : first + parallel.tensor])) > 1:
+            notes.append(
+                f"parallel.tensor={parallel.tensor} spans several hosts: its ranks communicate in every layer, for"
+                " which only links within a host are fast enough"
+            )
     return packs, notes
 
 

@@ -16,6 +16,7 @@ number of ranks than wrote it. Tensors are safetensors and all other files are t
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -359,6 +360,9 @@ def check_progress(checkpoint: Checkpoint) -> None:
         for name, kind in PROGRESS.items():
             if type(checkpoint.progress[name]) is not kind:
                 raise TypeError(f"progress.{name} is no {kind.__name__}")
+        *running, unit = checkpoint.progress["running"]
+        if len(running) != 2 or not all(map(math.isfinite, running)) or not isinstance(unit, str):
+            raise TypeError("progress.running is no two numbers and a unit")
         for name in LOG:
             mark = checkpoint.progress["marks"][name]
             if (type(mark["bytes"]), type(mark["sha256"])) != (int, str):

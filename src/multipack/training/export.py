@@ -207,8 +207,9 @@ def _texts(
         read_object(files, TOKENIZER_CONFIG).get("chat_template"),
     ):
         contents[TOKENIZER_CONFIG]["chat_template"] = template.source
-        known = contents[GENERATION].get("eos_token_id") or []
-        both = list(dict.fromkeys([*(known if isinstance(known, list) else [known]), *end_ids]))
+        known = contents[GENERATION].get("eos_token_id")
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        both = list(dict.fromkeys([*known, *end_ids]))
         contents[GENERATION] |= {"eos_token_id": both if len(both) > 1 else both[0]} if both else {}
         kept.pop(TEMPLATE, None)
     elif TEMPLATE in kept:

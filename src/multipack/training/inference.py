@@ -141,14 +141,21 @@ def answer(
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The prompts of `given`, followed by the lines of `file` that have text; `-` is standard input."""
-    text = ""
+    """The prompts of `given`, followed by the lines of `file`; `-` is standard input.
+
+    Raises:
+        ValueError: there are no prompts, or a line is empty.
+    """
+    prompts = list(given)
     if file:
         try:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not text in UTF-8: {error}") from error
-    prompts = [*given, *(line.removesuffix("\r") for line in text.split("\n") if line.strip())]
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+            if not line.strip():
+                raise ValueError(f"{file}, line {number} is empty: every line is a prompt")
+            prompts.append(line.removesuffix("\r"))
     if not prompts:
         raise ValueError('nothing to continue: give "TEXT" (any number of them), --prompts FILE or --chat')
     return prompts

@@ -24,7 +24,16 @@ from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
-from multipack.words import ConfigError, as_text, flatten, given_values, merge, read_yaml, split
+from multipack.words import (
+    ConfigError,
+    as_text,
+    flatten,
+    given_values,
+    merge,
+    read_yaml,
+    retired_settings,
+    split,
+)
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings of a new run, which keep their saved values when `train.resume=auto` continues it."""
@@ -33,6 +42,9 @@ FIXED = ("plan.", "model.", "adapter.", "train.seed", "data.template_date", *FIX
 """Settings, and beginnings of their names, that saved weights or the order of documents depend on.
 
 Documents and tokenizer, which may move, are compared by their hashes when they are read."""
+
+CHANGED_STEPS = ("optimizer.", "train.ema_decay", "train.min_improvement", "train.spike_factor")
+"""Retired settings, and beginnings of their names, without which a resumed run would train otherwise."""
 
 FREE = {
     # Which kernels compute, and where a model's code is read.
@@ -180,6 +192,12 @@ def compose_run(words: Iterable[str]) -> Config:
 def _continued(config: Config, before: dict[str, Any], restarts: bool, out: str) -> Config:
     """The saved configuration `before` with changes, which are checked; `restarts` keeps `FIXED_AT_START`."""
     old = flatten(before)
+    for key, default in retired_settings(Config).items():
+        if key.startswith(CHANGED_STEPS) and old.get(key, default) != default:
+            raise ConfigError(
+                f"{key}={old[key]} of that run is gone, and it would train otherwise: begin a new run, as with"
+                f" train.init_from={out}"
+            )
     if restarts:
         for key in FIXED_AT_START:
             group, _, name = key.partition(".")

@@ -138,12 +138,12 @@ class TrainConfig:
     """Write a torch trace of three steps, after the first two, to the run directory."""
 
     RETIRED: ClassVar[dict[str, Any]] = {
-        "compare_padding": "auto",
+        "compare_padding": ...,
         "ema_decay": 0.0,
         "min_improvement": 0.0,
-        "padded_batch_size": 8,
-        "sample_temperature": 0.8,
-        "sample_top_k": 50,
+        "padded_batch_size": ...,
+        "sample_temperature": ...,
+        "sample_top_k": ...,
         "spike_factor": 6.0,
     }
 
@@ -173,7 +173,7 @@ class LogConfig:
     documents: bool = True
     """Write the numbers of every step's documents, about 8 bytes each, for `multipack audit`."""
 
-    RETIRED: ClassVar[dict[str, Any]] = {"all_ranks": False, "layer_norms": False}
+    RETIRED: ClassVar[dict[str, Any]] = {"all_ranks": ..., "layer_norms": ...}
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -264,7 +264,7 @@ class TrackConfig:
     mode: Literal["online", "offline", "disabled"] = "online"
     """online = as each tracker is set up; offline = files on this machine only; disabled = ignore track.to."""
 
-    RETIRED: ClassVar[dict[str, Any]] = {"folder": ""}
+    RETIRED: ClassVar[dict[str, Any]] = {"folder": ...}
 
     def __post_init__(self) -> None:
         """Check names of trackers."""

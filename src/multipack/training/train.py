@@ -132,7 +132,9 @@ def _closing(world: World, failure: BaseException) -> Iterator[None]:
 
 
 def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison | None:
-    """Time the same documents packed and padded; None with a stream or several ranks."""
+    """Time the same documents packed and padded; None with a stream or several ranks, or where memory is too small."""
+    import torch
+
     plan, console = trainer.feed.plan, trainer.console
     if plan is None or trainer.world.size > 1:
         return None
@@ -142,4 +144,8 @@ def _compare_padding(trainer: Trainer, clock: Callable[[], float]) -> Comparison
     from multipack.training.compare import compare_with_padding
 
     slots = trainer.config.pack_slots
-    return compare_with_padding(trainer.engine, trainer.corpus.train, plan, clock=clock, pad_to=slots)
+    try:
+        return compare_with_padding(trainer.engine, trainer.corpus.train, plan, clock=clock, pad_to=slots)
+    except torch.OutOfMemoryError:
+        console.line("padded batches do not fit into memory")
+        return None

@@ -249,8 +249,13 @@ class Trainer:
         self.applied.step = self.saved = checkpoint.step
         self.evaluated, self.best, self.best_step = (progress[name] for name in RESULTS)
         *running, before = progress["running"]
-        if before == self.config.train.loss_weighting:  # else the sums are of other units
+        if before == (weighting := self.config.train.loss_weighting):
             self.applied.running = running
+        else:
+            self.notes.append(
+                f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
+                " over different units"
+            )
         self.objective.load_state(self.engine, progress.get("objective", {}))
         for callback in self.callbacks:
             if callback.name in progress["callbacks"]:  # others start anew

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -267,6 +266,8 @@ def items_of(source: Source) -> Iterator[Item]:
     if not source.config.dedup:
         yield from source.items()
         return
+    import sqlite3
+
     form = source.find_form()
     with closing(sqlite3.connect("")) as seen:  # a temporary file: items that remain take no memory
         seen.execute("PRAGMA cache_size = -65536")  # KiB: 4 million items before the file is read and written
@@ -275,7 +276,13 @@ def items_of(source: Source) -> Iterator[Item]:
             own = item[:1] if form.label else item  # the second answer is another record's
             content = [(document.parts, document.takes_end) for document in own]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
-            if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", [digest]).rowcount:
+            try:
+                is_new = seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", [digest]).rowcount
+            except sqlite3.Error as error:
+                raise OSError(
+                    f"data.dedup=true: {error}: make room in the folder of temporary files, or set TMPDIR"
+                ) from error
+            if is_new:
                 yield item
             else:
                 source.noted.skip("duplicates", item[0].name)

@@ -130,20 +130,31 @@ class ChatTemplate:
         (written,) = self.write([chat.request(None, add_generation_prompt)])
         return self.cut(written, chat, len(messages) if add_generation_prompt else first_target)
 
-    def notes(self, messages: Sequence[Message], parts: Sequence[TextPart]) -> set[str]:
+    def notes(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, parts: Sequence[TextPart]
+    ) -> set[str]:
         """Notes on a conversation, written as `parts`, that is not trained as it looks."""
         turns = [list(turn) for is_target, turn in groupby(parts, lambda part: part.is_target) if is_target]
-        found = set[str]()
-        if calls := [call for entry in messages for call in entry.get("tool_calls") or ()]:
-            text = "".join(part.text for part in parts)
-            if not any(_called(call) in text for call in calls):
-                found.add(TOOL_CALLS)
+        found = {TOOL_CALLS} if self._leaves_out_calls(messages, tools) else set[str]()
         if any(all(part.is_special or not part.text.strip() for part in turn) for turn in turns):
             found.add(EMPTY_ANSWER)
         ends = [[part.is_special for part in turn if part.text.strip()][-1:] for turn in turns]
         if [False] in ends:
             found.add(NO_END)
         return found
+
+    def _leaves_out_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether messages call tools, and the template writes none of the calls."""
+        if not any(entry.get("tool_calls") for entry in messages):
+            return False
+        without = [{key: value for key, value in entry.items() if key != "tool_calls"} for entry in messages]
+        try:
+            chats = [Chat(self, each, tools) for each in (messages, without)]
+            written = self.write(chat.request() for chat in chats)
+            texts = [chat.restore(chat.read(text)) for chat, text in zip(chats, written, strict=True)]
+        except ValueError:  # it refuses messages without calls, and so it reads them
+            return False
+        return texts[0] == texts[1]
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -317,12 +328,6 @@ class Chat:
 
     def _code(self, match: re.Match[str]) -> str:
         return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))
-
-
-def _called(call: Any) -> str:
-    """The name of the function that a tool call names, as OpenAI writes it or plain."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _any_of(words: Iterable[str]) -> str:

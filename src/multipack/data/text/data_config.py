@@ -185,6 +185,10 @@ class DataConfig:
                     f"data.{changed[0]}={getattr(self, changed[0])} has no effect with data.source={self.source}, only"
                     f" with {', '.join(sources)}: {hint}"
                 )
+        if self.stage == "memory":  # of earlier versions
+            raise ValueError(
+                "data.stage=memory is gone: name a folder; data.stage=/dev/shm is memory, once a host"
+            )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
         for name in ("stage", "readers", "dedup", "weight_field"):

@@ -63,9 +63,9 @@ SHAREGPT_ROLES = {
 }
 
 
-MOST_RECORDS = 32
-"""Records that wait for the template together. More objects that live at once cost Python's garbage collection more
-than fewer requests save."""
+MOST_RECORDS, MOST_REQUESTED = 32, 1 << 18
+"""Records that wait for the template together, and characters of their conversations. More objects that live at once
+cost Python's garbage collection more than fewer requests save."""
 _FAULTS = (ValueError, RecursionError, OverflowError)
 Entry = tuple[dict[str, Any] | BrokenRecord | None, str, str]
 """A record, its fault, or None for a blank line; the name of its documents; its place for messages."""
@@ -227,6 +227,25 @@ class _Begun(NamedTuple):
     finish: _Finish
 
 
+def _gathered(entries: Iterator[_Begun]) -> Iterator[list[_Begun]]:
+    """Records whose conversations are written at once; all others one by one, since they wait for nothing."""
+    batch, size = list[_Begun](), 0
+    try:
+        for entry in entries:
+            if not batch and not entry.requests:
+                yield [entry]
+                continue
+            batch.append(entry)
+            size += sum(map(len, entry.requests))
+            if len(batch) == MOST_RECORDS or size >= MOST_REQUESTED:
+                yield batch
+                batch, size = [], 0
+    except Exception:  # such as a broken file: first what was read before
+        yield batch
+        raise
+    yield batch
+
+
 class RecordReader:
     """Makes documents of the records of one source; the first record decides the form of all.
 
@@ -272,8 +291,7 @@ class RecordReader:
         Raises:
             ValueError: a setting does not suit the first record.
         """
-        entries = iter(entries)
-        while batch := [self._begun(entry, unit) for entry in islice(entries, self._most_at_once)]:
+        for batch in _gathered(self._begun(entry, unit) for entry in entries):
             requests = [request for begun in batch for request in begun.requests]
             written = self.form.template.write(requests) if self.form and requests else iter(())
             for name, where, asked, finish in batch:
@@ -282,11 +300,6 @@ class RecordReader:
                 except _FAULTS as error:
                     found = [Skip(f"broken {unit}", name, f"{where}: {error}")]
                 yield from found
-
-    @property
-    def _most_at_once(self) -> int:
-        """Records that are read ahead: without a template they wait for nothing."""
-        return MOST_RECORDS if self.form and self.form.template else 1
 
     def _begun(self, entry: Entry, unit: str) -> _Begun:
         """A record whose documents wait for the template."""
@@ -343,7 +356,7 @@ class RecordReader:
             cut = zip(written, chats, strict=True)
             found = [template.cut(text, chat, len(context)) for text, chat in cut]
             own = zip(answers[:1] if form.label else answers, found, strict=False)  # not another record's
-            notes = set().union(*(template.notes(context + answer, parts) for answer, parts in own))
+            notes = set().union(*(template.notes(context + answer, tools, parts) for answer, parts in own))
             self.noted.add(Noted(notes=dict.fromkeys(sorted(notes), (1, name))))
             return _item(name, found, weight, takes_end=False)
 
