@@ -89,6 +89,25 @@ def test_a_pack_equals_its_documents_alone(kind, tmp_path):
         torch.testing.assert_close(each.grad / scale, gradients[names[name]] / scale, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("phi", marks=pytest.mark.slow)])
+def test_documents_that_share_tokens_equal_those_that_do_not(kind, tmp_path):
+    save_model(kind, tmp_path)
+    model, found = model_of(tmp_path), []
+    trained = [each for each in model.blocks.parameters() if each.requires_grad]
+    begin, span = list(range(20, 32)), np.array([[3, 15]])
+    texts = [*begin, 7, 8, 9], [*begin, 40, 41, 42], [*begin[:5], *range(90, 100)]
+    documents = [Document(np.array(text, dtype=np.uint16), span) for text in texts]
+    for min_prefix in (None, 1):
+        batch = PackedCollator(3, 15, min_prefix=min_prefix)(documents)
+        loss = model(batch)
+        found.append((loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True)))
+    assert batch.num_slots == 12 + 3 + 3 + 10
+    torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-5, atol=0)
+    for each, other in zip(*(gradients for _, gradients in found), strict=True):
+        if each is not None:
+            torch.testing.assert_close(other, each, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["phi3", "llama", "phimoe"])
 def test_documents_are_not_rotated_by_longer_padding_and_longer_documents_are_refused(kind, tmp_path):
     """Phi-3.5 and Phi-4-mini have longrope, phimoe too; Llama has dynamic here."""
