@@ -16,6 +16,7 @@ from multipack.models.decoder import Decoder
 from multipack.models.kernels import MODULE, use_liger
 from multipack.models.recompute import recompute_blocks
 from multipack.ops.logits import LossOptions
+from multipack.ops.loss import linear_cross_entropy
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.blueprint import kernels_of
 from multipack.training.run_config import compose
@@ -113,6 +114,16 @@ def test_losses_and_gradients_are_those_of_torch(liger, pack, document, shape):
         torch.testing.assert_close(
             results[1][name], value, rtol=1e-4, atol=1e-5 * float(value.detach().abs().max())
         )
+
+
+def test_rows_with_several_targets_take_the_loss_that_projects_them_once(liger):
+    model = Decoder(SHAPE)
+    use_liger(model, ALL, liger)
+    hidden, targets = torch.randn(3, 32), torch.tensor([5, 6, 7, 8])
+    given = hidden, model.output_weight, targets
+    options = {"rows": torch.tensor([0, 0, 2, 0]), "z_loss": 1e-3}
+    assert torch.equal(model.loss_function(*given, **options), linear_cross_entropy(*given, **options))
+    assert not any(liger.calls.values())
 
 
 def test_auto_takes_what_suits_where_it_is_installed(liger):

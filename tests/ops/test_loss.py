@@ -162,15 +162,16 @@ def test_without_targets_it_is_zero_and_still_connected():
 
 
 class Sizes(TorchDispatchMode):
-    """Elements of the largest tensor whose last dimension is `width`, and the number of matrix products."""
+    """Elements of the largest tensor whose last dimension is `width`; number of matrix products, and rows of `mm`."""
 
     def __init__(self, width):
         super().__init__()
-        self.width, self.largest, self.products = width, 0, 0
+        self.width, self.largest, self.products, self.rows = width, 0, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         self.products += function.name() in ("aten::mm", "aten::addmm", "aten::addmm_")
+        self.rows += len(out) if function.name() == "aten::mm" else 0
         if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[-1] == self.width:
             self.largest = max(self.largest, out.numel())
         return out
@@ -194,6 +195,40 @@ def test_one_tile_computes_logits_once_and_no_gradient_that_is_not_wanted():
     assert counts == [1, 3]
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_row_is_projected_once_whatever_the_number_of_its_targets(chunk):
+    hidden, weight, _ = make_inputs(tokens=20)
+    rows = torch.arange(3, 15).repeat(16)  # 12 rows, apart in the list of targets
+    targets = torch.arange(len(rows)) % VOCABULARY
+    for loss in LOSSES:
+        with torch.no_grad(), Sizes(VOCABULARY) as sizes:
+            loss(hidden, weight, targets, rows=rows, chunk_tokens=chunk)
+        assert sizes.rows == 12
+        with Sizes(VOCABULARY) as sizes:  # gradients of log-probabilities project again
+            loss(hidden, weight, targets, rows=rows, chunk_tokens=chunk).sum().backward()
+        assert sizes.rows == (12 if loss is linear_cross_entropy else 24)
+
+
+def test_the_gradient_of_a_row_with_many_targets_is_rounded_once():
+    hidden, weight, _ = (x.detach() for x in make_inputs(dtype=torch.float32, tokens=4))
+    rows = torch.arange(4).repeat_interleave(200)
+    targets = torch.randint(0, VOCABULARY, rows.shape, generator=torch.Generator().manual_seed(0))
+    half = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    wide = [x.detach().float().requires_grad_() for x in half]
+    for loss in LOSSES:
+        found = torch.autograd.grad(loss(*half, targets, rows=rows).sum(), half[0])[0].float()
+        wanted = torch.autograd.grad(loss(*wide, targets, rows=rows).sum(), wide[0])[0]
+        assert (found - wanted).norm() <= 6e-3 * wanted.norm()
+
+
+def test_on_a_gpu_rows_are_found_without_reading_the_device():
+    """Meta tensors have no values to read; there the rows are as many as there can be."""
+    for tokens, expected in ((100, 60), (40, 40)):
+        rows = torch.empty(60, dtype=torch.int64, device="meta")
+        targets = loss_module._Targets.of(rows, None, rows, tokens)
+        assert (targets.rows.shape, targets.places.shape) == ((expected,), (60,))
+
+
 def test_wrong_arguments_are_refused():
     hidden, weight, _ = make_inputs(tokens=6)
     arguments = {"hidden": hidden, "weight": weight, "targets": torch.zeros(6, dtype=torch.int64)}
@@ -214,10 +249,21 @@ def test_wrong_arguments_are_refused():
         ({"z_loss": -1.0}, "z_loss"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
     )
-    for loss, cases in ((linear_log_probabilities, both), (linear_cross_entropy, both + entropy)):
+    logs = (
+        ({"z_loss": 1e-4}, "^log-probabilities have no z_loss"),
+        ({"label_smoothing": 0.1}, "^log-probabilities have no z_loss and no label_smoothing"),
+    )
+    for loss, cases in ((linear_log_probabilities, both + logs), (linear_cross_entropy, both + entropy)):
         for changes, expected in cases:
             with pytest.raises(ValueError, match=expected):
                 loss(**{**arguments, **changes})
+
+
+def test_options_are_keywords():
+    *inputs, targets = make_inputs()
+    for loss in LOSSES:
+        with pytest.raises(TypeError, match="positional"):
+            loss(*inputs, targets, 5)
 
 
 @pytest.mark.parametrize(("z_loss", "smoothing", "weighted"), [(0.0, 0.0, False), (1e-2, 0.1, True)])
@@ -260,5 +306,5 @@ def test_on_a_gpu_products_are_added_to_the_gradient_in_few_large_chunks():
     numbers = torch.empty(8192, dtype=torch.int64, device="meta")
     with Moved((128_256, 2048)) as moved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
-        head.losses(hidden, loss_module._Targets(numbers, None, numbers, numbers), (True, True))
+        head.losses(hidden, loss_module._Targets(numbers, None, numbers), (True, True))
     assert moved.bytes == 0

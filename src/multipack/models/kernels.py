@@ -111,12 +111,15 @@ def _cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    *,
     num_targets: int | None = None,
     rows: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """As `linear_cross_entropy`; rows without a target are projected, too."""
-    chosen, hidden = LossOptions(**options), hidden if rows is None else hidden[rows]
+    if rows is not None:  # the kernel has one target in a row
+        return linear_cross_entropy(hidden, weight, targets, num_targets=num_targets, rows=rows, **options)
+    chosen = LossOptions(**options)
     if not torch.is_grad_enabled():  # the kernel computes gradients wherever inputs have them
         hidden, weight = hidden.detach(), weight.detach()
     products = in_autocast_dtype(hidden), in_autocast_dtype(weight)

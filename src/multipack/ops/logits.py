@@ -36,8 +36,8 @@ class LossOptions:
         label_smoothing: share of each target's probability that is spread over the vocabulary.
         group: process group whose ranks divide the vocabulary evenly; all pass the same hidden states and targets, and
             the gradient of the hidden states is the sum of the ranks' gradients. None = the weight is whole.
-        compiled: on a GPU, compile the function of a chunk's logits, unless the vocabulary is divided or tiled, or
-            logits have a bound.
+        compiled: on a GPU, compile the function of a chunk's logits, unless the vocabulary is divided or tiled,
+            logits have a bound, or rows have several targets.
         logit_cap: bound c of the logits x, which become c · tanh(x / c) (Gemma 2); 0 = no bound.
     """
 

@@ -23,8 +23,10 @@ backward pass only multiplies by the incoming scalar. With one tile nothing is c
 computed again for the gradient. Row weights scale rows of (chunk, d), never logits. `linear_log_probabilities` needs
 the incoming gradient of each row, so its backward pass computes logits again.
 
-Where documents share tokens (`PackedBatch.tree`), `rows` names the row of each target: a row with several targets
-counts once for each, as if it were repeated.
+Where documents share tokens (`PackedBatch.tree`), `rows` names the row of each target, and a row may have several. Its
+logits are computed once. Their gradient is the sum over the row's targets, whose weights w scale logits here:
+
+    g    = Σ w · (softmax · (1 + 2 z · lse) − ε / V) − (1 − ε) · Σ (w · one-hot)
 """
 
 from __future__ import annotations
@@ -50,15 +52,18 @@ FUSED_DEVICES = ("cuda", "meta")
 """Devices that add half-precision products to a float32 matrix in one kernel (meta: to count bytes)."""
 Totals = tuple[Tensor | None, Tensor | None]
 """Gradients of the hidden states and of the weight; None = not wanted."""
-Tile = tuple[Tensor, Tensor]
-"""(R, n) log-softmax over n columns of the logits, and (R, 2 or 3) statistics of these columns: log-sum-exp, logit of
-the target (0 if it is in other columns) and, for label smoothing, sum of the logits."""
+Statistics = tuple[Tensor, Tensor]
+"""Of some columns of the logits: (R, 1 or 2) log-sum-exp and, for label smoothing, sum of each row; (E, 1) logit of
+each target, 0 if it is in other columns."""
+Tile = tuple[Tensor, Statistics]
+"""(R, n) log-softmax over n columns of the logits, and their statistics."""
 
 
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    *,
     num_targets: int | None = None,
     weights: Tensor | None = None,
     rows: Tensor | None = None,
@@ -77,8 +82,8 @@ def linear_cross_entropy(
         targets: (T,) int64, already shifted.
         num_targets: number of targets that are not −100, if known: saves a device synchronization.
         weights: (T,) floating-point weight of each row's loss, without gradient. None = 1.
-        rows: (n,) int64 row of each target; `targets` and `weights` are then (n,) lists without −100. None = target i
-            belongs to row i.
+        rows: (n,) int64 row of each target; `targets` and `weights` are then (n,) lists without −100. A row is
+            projected once, however many targets it has. None = target i belongs to row i.
         **options: fields of `multipack.ops.logits.LossOptions`.
 
     Returns:
@@ -101,6 +106,7 @@ def linear_log_probabilities(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    *,
     num_targets: int | None = None,
     rows: Tensor | None = None,
     **options: Any,
@@ -115,38 +121,80 @@ def linear_log_probabilities(
         `rows` (n,), in the order of the targets.
 
     Raises:
-        ValueError: as `linear_cross_entropy`.
+        ValueError: as `linear_cross_entropy`; also for z-loss and smoothing, with which these were no
+            log-probabilities.
     """
     chosen = LossOptions(**options)
+    if chosen.z_loss or chosen.label_smoothing:
+        raise ValueError("log-probabilities have no z_loss and no label_smoothing: leave both out")
     checked = _checked_targets(hidden, weight, targets, num_targets, None, rows, chosen.group)
     logs: Tensor = _LinearLogProbabilities.apply(hidden, weight, checked, chosen)  # type: ignore[no-untyped-call]
     return logs
 
 
 class _Targets(NamedTuple):
-    """n targets, of which R count.
+    """n targets, and the R rows of hidden states that are projected for them.
 
     Attributes:
         columns: (n,) the targets, as numbers of tokens.
         weights: (n,) of their losses; None = 1.
-        places: (R,) int64 which ones count.
-        rows: (R,) int64 rows of the hidden states that they belong to.
+        rows: (R,) int64 numbers of the rows, each once.
+        places: (n,) int64 index in `rows` of each target's row; None = target i belongs to row i, n is T, and targets
+            of other rows do not count.
     """
 
     columns: Tensor
     weights: Tensor | None
-    places: Tensor
     rows: Tensor
+    places: Tensor | None = None
+
+    @classmethod
+    def of(cls, columns: Tensor, weights: Tensor | None, rows: Tensor, tokens: int) -> _Targets:
+        """Targets whose `rows`, of so many tokens, are given, without a wait for the device.
+
+        On a GPU the number of different rows is not known: rows without a target fill up to the most there can be.
+        """
+        has_targets = torch.zeros(tokens, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+        count = int(has_targets.sum()) if rows.device.type == "cpu" else min(len(rows), tokens)
+        numbers = has_targets.to(torch.uint8).argsort(descending=True, stable=True)[:count]
+        return cls(columns, weights, numbers, (has_targets.cumsum(0) - 1)[rows])
 
 
 class _Chunk(NamedTuple):
-    """R of the targets that count, with their (R, d) hidden states; columns and weights are (R, 1)."""
+    """R rows and their E targets; where a row may have several, E are all targets of the pack.
 
-    places: Tensor
+    Then only those that are `held` are in the chunk, and others have no effect: so shapes do not depend on values,
+    which would have to be read from the device.
+
+    Attributes:
+        rows: (R,) int64 numbers of the rows.
+        hidden: (R, d) hidden states.
+        columns: (E, 1) the targets, as numbers of tokens.
+        weights: (E, 1) factors of the gradients, 0 if a target is not held; None = 1.
+        places: (E,) row of each target in the chunk, arbitrary if it is not held; None = E is R, and target i belongs
+            to row i.
+        held: (E,) whether the target's row is in the chunk.
+        totals: (R, 1) sums of the factors of each row.
+    """
+
     rows: Tensor
     hidden: Tensor
     columns: Tensor
     weights: Tensor | None
+    places: Tensor | None = None
+    held: Tensor | None = None
+    totals: Tensor | None = None
+
+    def add_own(self, gradient: Tensor, column: Tensor, values: Tensor) -> None:
+        """Add (E, 1) values to (R, n) gradients, at a column in the row of each target, in place.
+
+        Where rows may have several targets, gradients are first multiplied by `totals`, and values by `weights`.
+        """
+        if self.places is None or self.weights is None or self.totals is None:
+            gradient.scatter_add_(1, column, values)
+            return
+        gradient *= self.totals
+        gradient.index_put_((self.places, column[:, 0]), (values * self.weights)[:, 0], accumulate=True)
 
 
 def _checked_targets(
@@ -186,12 +234,10 @@ def _checked_targets(
         if rows is not None and count < len(targets):
             raise ValueError(f"a list of targets with the row of each has no {IGNORE}")
     if rows is not None:
-        return _Targets(targets, weights, torch.arange(len(rows), device=rows.device), rows)
+        return _Targets.of(targets, weights, rows, len(hidden))
     if num_targets is None:
-        places = counted.nonzero().flatten()
-    else:
-        places = torch.nonzero_static(counted, size=num_targets).flatten()
-    return _Targets(targets, weights, places, places)
+        return _Targets(targets, weights, counted.nonzero().flatten())
+    return _Targets(targets, weights, torch.nonzero_static(counted, size=num_targets).flatten())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -250,15 +296,19 @@ class _Head:
     def losses(
         self, hidden: Tensor, targets: _Targets, wanted: Sequence[bool]
     ) -> tuple[Tensor, Tensor, Totals]:
-        """(n,) losses and (n,) log-sum-exp (0 for targets that do not count), and the gradients that are wanted.
+        """(n,) losses and (T,) log-sum-exp (0 where no target counts), and the gradients that are wanted.
 
         Gradients are weighted as `targets` are; losses are not.
         """
         losses = torch.zeros(len(targets.columns), dtype=self.exact, device=hidden.device)
-        lse, totals = torch.zeros_like(losses), self._totals(hidden, wanted)
+        lse, totals = losses.new_zeros(len(hidden)), self._totals(hidden, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in self._chunks(hidden, targets):
-                losses[chunk.places], lse[chunk.places], tiles = self._losses(chunk, any(wanted[:2]))
+                found, lse[chunk.rows], tiles = self._losses(chunk, any(wanted[:2]))
+                if chunk.held is None:
+                    losses[chunk.rows] = found
+                else:
+                    losses = torch.where(chunk.held, found, losses)
                 if any(wanted[:2]):
                     self._add(totals, chunk, tiles)
                 del tiles  # with the logits that it holds, before the next ones are made
@@ -269,7 +319,7 @@ class _Head:
         totals = self._totals(hidden, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in self._chunks(hidden, targets):
-                self._add(totals, chunk, self._tiles(chunk, lse[chunk.places, None], None))
+                self._add(totals, chunk, self._tiles(chunk, lse[chunk.rows, None], None))
         return totals
 
     def _totals(self, hidden: Tensor, wanted: Sequence[bool]) -> Totals:
@@ -280,65 +330,80 @@ class _Head:
         )
 
     def _chunks(self, hidden: Tensor, targets: _Targets) -> Iterator[_Chunk]:
-        """The targets that count, as many at a time as logits may exist."""
-        if not len(targets.places):
-            return
+        """The rows with targets, as many at a time as logits may exist."""
         columns = -(-len(self.weight) // len(self.slices))
         size = self.options.chunk_tokens or chunk_rows(columns, hidden.device)
-        for places, rows in zip(targets.places.split(size), targets.rows.split(size), strict=True):  # type: ignore[no-untyped-call]
-            weights = None if targets.weights is None else targets.weights[places, None].to(self.exact)
+        for first in range(0, len(targets.rows), size):
+            rows = targets.rows[first : first + size]
             of_rows = hidden[rows].to(self.weight.dtype)
-            yield _Chunk(places, rows, of_rows, targets.columns[places, None], weights)
+            if targets.places is None:
+                weights = None if targets.weights is None else targets.weights[rows, None].to(self.exact)
+                yield _Chunk(rows, of_rows, targets.columns[rows, None], weights)
+                continue
+            places = targets.places - first
+            held = (places >= 0) & (places < len(rows))
+            places = places.clamp(0, len(rows) - 1)
+            weights = held.to(self.exact)
+            if targets.weights is not None:
+                weights = torch.where(held, targets.weights.to(self.exact), 0.0)
+            totals = weights.new_zeros(len(rows)).index_add_(0, places, weights)
+            own = targets.columns[:, None], weights[:, None], places, held, totals[:, None]
+            yield _Chunk(rows, of_rows, *own)
 
     def _losses(self, chunk: _Chunk, compiles: bool) -> tuple[Tensor, Tensor, Iterator[Tensor]]:
-        """(R,) losses, (R,) log-sum-exp over the whole vocabulary, and the gradients of `_tiles`.
+        """(E,) losses, (R,) log-sum-exp over the whole vocabulary, and the gradients of `_tiles`.
 
         With `compiles`, a compiled function computes all three if the options allow it.
         """
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
-        whole = len(self.slices) == 1 and group is None and not self.options.logit_cap
+        whole = (
+            len(self.slices) == 1 and group is None and not self.options.logit_cap and chunk.places is None
+        )
         compiles = compiles and self.options.compiled and chunk.hidden.device.type in FUSED_DEVICES
         if whole and compiles and len(chunk.hidden) > 1:  # torch.compile would make other code for one row
             logits = F.linear(chunk.hidden, self.weight)
             losses, lse, gradient, own = compiled_softmax()(logits, chunk.columns, smoothing, z_loss)
             return losses, lse, iter([gradient.scatter_(1, chunk.columns, own)])
-        found, tile = list[Tensor](), None
+        found, tile = list[Statistics](), None
         for columns in self.slices:
             tile = None  # frees the last tile before the next one is made
             tile = self._tile(chunk, columns)
             found.append(tile[1])
-        statistics = _merge(found)
+        of_rows, logit = _merge(found)
         if group is not None:
-            ranks = dist.get_world_size(group)
-            gathered = statistics.new_empty(ranks * statistics.numel())
-            _all_gather(gathered, statistics.flatten(), group=group)
-            statistics = _merge([each.view_as(statistics) for each in gathered.chunk(ranks)])
-        lse, logit, *total = statistics.unbind(1)
-        losses = (lse - logit) * (1.0 - smoothing)
+            sizes = [of_rows.numel(), logit.numel()]
+            merged, ranks = torch.cat([of_rows.flatten(), logit.flatten()]), dist.get_world_size(group)
+            gathered = merged.new_empty(ranks * len(merged))
+            _all_gather(gathered, merged, group=group)
+            each = (torch.split(part, sizes) for part in gathered.chunk(ranks))
+            of_rows, logit = _merge([(a.view_as(of_rows), b.view_as(logit)) for a, b in each])
+        lse = of_rows[:, 0]
+        own, *total = (of_rows if chunk.places is None else of_rows[chunk.places]).unbind(1)
+        losses = (own - logit[:, 0]) * (1.0 - smoothing)
         if smoothing:
-            losses += smoothing * (lse - total[0] / self.vocabulary)
+            losses += smoothing * (own - total[0] / self.vocabulary)
         if z_loss:
-            losses += z_loss * lse.square()
+            losses += z_loss * own.square()
         return losses, lse, self._tiles(chunk, lse[:, None], tile if len(self.slices) == 1 else None)
 
     def _tiles(self, chunk: _Chunk, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
         """(R, n) gradients of the logits, tile by tile; a given `tile` is the only one, and is overwritten.
 
-        `lse` is (R, 1), over the whole vocabulary; the one in `statistics` is over the tile's columns.
+        `lse` is (R, 1), over the whole vocabulary; the one of a tile is over the tile's columns.
         """
         smoothing, z_loss, cap = self.options.label_smoothing, self.options.z_loss, self.options.logit_cap
         for columns in self.slices:
-            logs, statistics = tile or self._tile(chunk, columns)
+            logs, (of_rows, _) = tile or self._tile(chunk, columns)
             tile = None
             # The derivative of y = c · tanh(x / c) is 1 − (y / c)²; y = log-softmax + log-sum-exp.
-            slope = 1.0 - ((logs + statistics[:, :1]) / cap).square_() if cap else None
+            slope = 1.0 - ((logs + of_rows[:, :1]) / cap).square_() if cap else None
             gradient = logs.exp_()  # of the logits, in their memory
             if z_loss or gradient.shape[1] != self.vocabulary:
-                gradient *= (statistics[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
+                gradient *= (of_rows[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
             if smoothing:
                 gradient -= smoothing / self.vocabulary
             column, is_inside = self._column(chunk, columns)
-            gradient.scatter_add_(1, column, (smoothing - 1.0) * is_inside.to(self.exact))
+            chunk.add_own(gradient, column, (smoothing - 1.0) * is_inside.to(self.exact))
             gradient = gradient if slope is None else gradient.mul_(slope)
             gradient = gradient.to(self.weight.dtype)
             del logs
@@ -348,42 +413,51 @@ class _Head:
         """Add the gradients of a chunk to `totals`, from the gradients of its logits."""
         of_hidden, of_weight = totals
         product = torch.zeros_like(chunk.hidden, dtype=self.exact)
-        scaled = chunk.hidden
-        if chunk.weights is not None:
-            scaled = (scaled * chunk.weights).to(scaled.dtype)
+        weights = (
+            chunk.weights if chunk.places is None else None
+        )  # else the gradients of the logits have them
+        scaled = chunk.hidden if weights is None else (chunk.hidden * weights).to(chunk.hidden.dtype)
         for columns, gradient in zip(self.slices, gradients, strict=True):
             _add_product(product, gradient, self.weight[columns])
             if of_weight is not None:
                 _add_product(of_weight[columns], gradient.t(), scaled)
             del gradient
         if of_hidden is not None:
-            product = product if chunk.weights is None else product * chunk.weights
-            of_hidden.index_add_(0, chunk.rows, product.to(of_hidden.dtype))
+            product = product if weights is None else product * weights
+            of_hidden[chunk.rows] = product.to(of_hidden.dtype)
 
     def _tile(self, chunk: _Chunk, columns: slice) -> Tile:
         """The `Tile` of some columns of the logits."""
         logits = soft_capped(F.linear(chunk.hidden, self.weight[columns]), self.options.logit_cap)
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
         column, is_inside = self._column(chunk, columns)
-        logit = logits.gather(1, column).to(self.exact)
-        lse = logit - logs.gather(1, column)  # at any column: no second pass over the logits
-        statistics = [lse, logit.masked_fill(~is_inside, 0.0)]
+        # lse = logit − log-softmax, at any column: no second pass over the logits.
+        if chunk.places is None:
+            logit = logits.gather(1, column).to(self.exact)
+            lse = logit - logs.gather(1, column)
+        else:
+            logit = logits[chunk.places[:, None], column].to(self.exact)
+            lse = logits[:, :1].to(self.exact) - logs[:, :1]
+        of_rows = lse
         if self.options.label_smoothing:
-            statistics.append(logs.sum(1, keepdim=True) + logs.shape[1] * lse)
-        return logs, torch.cat(statistics, dim=1)
+            of_rows = torch.cat([lse, logs.sum(1, keepdim=True) + logs.shape[1] * lse], dim=1)
+        return logs, (of_rows, logit.masked_fill(~is_inside, 0.0))
 
     def _column(self, chunk: _Chunk, columns: slice) -> tuple[Tensor, Tensor]:
-        """(R, 1) column of each target in a tile, and whether the target is in it; if not, an arbitrary column."""
+        """(E, 1) column of each target in a tile, and whether the target is in it; if not, an arbitrary column."""
         column, width = chunk.columns - self.first - columns.start, columns.stop - columns.start
-        return column.clamp(0, width - 1), (column >= 0) & (column < width)
+        is_inside = (column >= 0) & (column < width)
+        if chunk.held is not None:
+            is_inside &= chunk.held[:, None]
+        return column.clamp(0, width - 1), is_inside
 
 
-def _merge(found: Sequence[Tensor]) -> Tensor:
+def _merge(found: Sequence[Statistics]) -> Statistics:
     """Statistics of the whole vocabulary from its parts: log-sum-exps are merged, all others summed."""
     if len(found) == 1:
         return found[0]
-    parts = torch.stack(list(found))
-    return torch.cat([parts[..., :1].logsumexp(0), parts[..., 1:].sum(0)], dim=1)
+    of_rows, logits = (torch.stack(each) for each in zip(*found, strict=True))
+    return torch.cat([of_rows[..., :1].logsumexp(0), of_rows[..., 1:].sum(0)], dim=1), logits.sum(0)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:

@@ -116,7 +116,7 @@ def _shared_error(model: Decoder, device: torch.device) -> float:
         except (TypeError, ValueError, RuntimeError):
             return math.inf
         rows = None if batch.tree is None else batch.tree.target_slots
-        options = vars(model.loss_options)
-        logs = linear_log_probabilities(hidden, model.output_weight, batch.targets, rows=rows, **options)
+        given, cap = (hidden, model.output_weight, batch.targets), model.shape.logit_cap
+        logs = linear_log_probabilities(*given, rows=rows, logit_cap=cap)
         found.append(logs[batch.targets != IGNORE])
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())
