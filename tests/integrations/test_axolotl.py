@@ -186,15 +186,43 @@ def test_long_documents():
         assert ([[2]] in list(sampler)) == (not options)
 
 
+def test_unknown_settings_are_logged(caplog):
+    with caplog.at_level(logging.WARNING):
+        MultipackBatchSampler(SequentialSampler(range(3)), 1, 10, [1, 2, 3], drop_lst=False)
+    assert "no effect here: drop_lst" in caplog.text
+
+
+class Turned:
+    """Yields documents from a place of its own, which it moves by itself and saves."""
+
+    def __init__(self, lengths):
+        self.count, self.place = len(lengths), 0
+
+    def __iter__(self):
+        self.place += 7
+        return iter(np.roll(np.arange(self.count), self.place).tolist())
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def seedable(lengths):
+    """Accelerate's sampler, which goes to its next epoch by itself."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    return data_loader.SeedableRandomSampler(lengths, data_seed=3)
+
+
 @pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("generator", [None, 9])
-def test_resume_is_exact(sequential, generator, tmp_path):
-    """Also with a sampler that draws from torch's own generator, as Axolotl's does."""
+@pytest.mark.parametrize("order", [RandomSampler, shuffled, seedable, Turned])
+def test_resume_is_exact(sequential, order, tmp_path):
+    """Also with a sampler that draws from torch's own generator, as Axolotl's does, or that has a state of its own."""
     lengths = lognormal(400)
 
     def make():
-        order = RandomSampler(lengths) if generator is None else shuffled(lengths, generator)
-        return MultipackBatchSampler(order, 2, 2048, lengths, sequential=sequential)
+        return MultipackBatchSampler(order(lengths), 2, 2048, lengths, sequential=sequential)
 
     torch.manual_seed(5)
     whole = make()

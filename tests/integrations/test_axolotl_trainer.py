@@ -174,6 +174,55 @@ def test_batch_flattening_equals_every_document_alone(config, tmp_path):
     check(flat, found)
 
 
+@pytest.fixture
+def verdict(config, tmp_path, monkeypatch):
+    """A function from settings to what Axolotl makes of batch_flattening, or its error."""
+    from axolotl.cli.config import load_cfg
+
+    monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")
+
+    def of(**changes):
+        settings = {name: value for name, value in (config | changes).items() if value is not None}
+        (tmp_path / "config.yml").write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path)}))
+        try:
+            return bool(load_cfg(str(tmp_path / "config.yml")).batch_flattening)
+        except ValueError as error:
+            return str(error)
+
+    return of
+
+
+def test_a_refusal_is_one_line(verdict):
+    """Before Axolotl's own validation, whose errors have many; `test_axolotl_plugin` has all of them."""
+    message = verdict(multipack_prob=False)
+    assert "multipack_prob is not a key of the multipack plugin; did you mean" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("flattening", [None, True, "auto"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_combinations_with_batch_flattening_are_those_of_axolotl(
+    verdict, packing, flattening, attention, size
+):
+    """What Axolotl refuses is refused; the plugin refuses to pack nothing, too."""
+    changes = {"sample_packing": packing, "batch_flattening": flattening}
+    changes |= {"attn_implementation": attention, "micro_batch_size": size}
+    theirs, ours = verdict(**changes, plugins=None), verdict(**changes)
+    if not packing and not flattening:
+        assert theirs is False
+        assert "set sample_packing: true" in ours
+    elif packing and flattening is True:
+        assert isinstance(theirs, str)
+        assert "remove batch_flattening" in ours
+    elif isinstance(theirs, str):
+        assert "requires a varlen-capable attention backend" in theirs
+        assert "requires a varlen-capable attention backend" in ours
+    else:
+        assert theirs == ours
+
+
 def test_flattening_that_axolotl_turns_off_is_no_silent_padding(config, tmp_path):
     done = run(config, tmp_path, sample_packing=False, batch_flattening="auto")
     assert "ValueError: batch_flattening=False flattens nothing here" in done.stderr

@@ -60,7 +60,11 @@ ROW = {"input_ids": [1]}
 COLLATOR = [
     (lambda: collate([], pad_id=-1), "pad_id must be a whole number of at least 0, got -1"),
     (lambda: collate([], dtype="float32"), "dtype='float32' must be a floating dtype of torch"),
-    (lambda: collate([], returns="4d_mask", window=0), "window must be at least 1 token"),
+    (lambda: collate([], returns="4d_mask", window=0), "window must be a whole number of at least 1, got 0"),
+    (lambda: collate([], returns="4d_mask", window=1.5), "window must be a whole number"),
+    (lambda: collate([], returns="4d_mask", window="a"), "window must be a whole number"),
+    (lambda: collate([], returns="4d_mask", window={"full": NAN}), "window must be a whole number"),
+    (lambda: collate([], window=3), "window=3 is of returns='4d_mask': with 'flattened'"),
     (lambda: collate(None), "a batch must be a list of documents, got None"),
     (lambda: collate([None]), "document 0 of the batch is None: it must be a mapping"),
     (

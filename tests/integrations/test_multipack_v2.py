@@ -242,6 +242,45 @@ def packs_of(made):
     ]
 
 
+@st.composite
+def step_problems(draw):
+    capacity = draw(st.integers(1, 120))
+    lengths = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    options = PlanOptions(
+        capacity=capacity,
+        packs_per_step=draw(st.integers(1, 6)),
+        window=2,
+        order=draw(st.sampled_from(["given", "shuffled"])),
+        max_documents=draw(st.sampled_from([0, 1, 4])),
+    )
+    return np.array(lengths), options
+
+
+@CASES
+@given(step_problems(), st.booleans())
+def test_steps_are_full_if_there_are_enough_documents(problem, drop_last):
+    lengths, options = problem
+    packs = options.packs_per_step
+    plan = full_steps(lengths, options, drop_last=drop_last)
+    made = packs_of(plan)
+    held = [documents for step in made for documents in step]
+    assert len(made) >= 1
+    assert all(len(documents) <= (options.max_documents or 60) for documents in held)
+    assert all(lengths[documents].sum() <= options.capacity for documents in held)
+    assert sorted(np.concatenate([*held, plan.dropped]).tolist()) == list(range(len(lengths)))
+    assert all(len(step) == packs for step in made[:-1])
+    is_full = plan.num_documents >= plan.num_steps * packs
+    assert is_full == (len(made[-1]) == packs)
+    fewest = len(pack(lengths, options.capacity, max_documents=options.max_documents or None))
+    if drop_last:
+        assert len(held) <= max(fewest, packs) or fewest % packs == 0
+    else:
+        assert plan.dropped.size == 0
+        assert is_full or len(lengths) < packs * -(-fewest // packs)
+    again = full_steps(lengths, options, drop_last=drop_last, steps=plan.num_steps)
+    assert again.num_steps == plan.num_steps
+
+
 def test_no_step_is_made_that_would_lack_documents():
     """401 documents fit into 400 packs, but only if the two short ones, far apart in order, share one."""
     lengths = np.full(401, 60)

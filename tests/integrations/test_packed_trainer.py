@@ -133,8 +133,33 @@ def test_targets_of_arrow_are_found(tmp_path, column):
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     host = trainer(tmp_path, [*documents(5), {"input_ids": [1, 64]}])
-    with pytest.raises(ValueError, match="token 64 is outside the vocabulary of 64"):
+    message = r"document \d of the batch: token 64 is outside the vocabulary of 64"
+    with pytest.raises(ValueError, match=message):
         host.train()
+
+
+class Read(list):
+    """Documents, and how often one was read."""
+
+    count = 0
+
+    def __getitem__(self, number):
+        self.count += 1
+        return super().__getitem__(number)
+
+
+def test_lengths_are_read_once_and_again_after_a_change(tmp_path):
+    data = Read(ROWS)
+    host = trainer(tmp_path, data=data)
+    for _ in range(2):
+        host.get_eval_dataloader()
+        assert data.count == len(ROWS)
+    for change in (lambda: None, lambda: data.extend(ROWS), lambda: data.__delitem__(slice(1, None))):
+        change()
+        read = sorted(number for pack in host.get_train_dataloader().batch_sampler for number in pack)
+        assert read == list(range(len(data)))
+    with pytest.raises(ValueError, match="there is no eval_dataset 'x': give the trainer a mapping"):
+        host.get_eval_dataloader("x")
 
 
 def test_steps_that_are_not_full_are_left_out(tmp_path):

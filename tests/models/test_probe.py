@@ -54,6 +54,12 @@ def test_models_of_transformers_are_clean(family, attention):
     assert str(report).startswith("isolated: 3 documents")
 
 
+def test_a_model_without_a_head_is_probed_by_its_hidden_states():
+    model = transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZES))
+    assert isolation_probe(model).ok
+    assert isolation_probe(model, lambda documents: transformers_batch(documents) | {"use_cache": True}).leaks
+
+
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_documents_that_rotate_their_row_are_named(scaling):
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
@@ -175,6 +181,7 @@ BATCHES = {
     "positions not reset": ({"position_ids": lambda batch: torch.arange(27)[None]}, "positions leak"),
     "positions from 1": ({"position_ids": lambda batch: batch["position_ids"] + 1}, "positions"),
     "positions of one document go on": ({"position_ids": continued}, "positions leak"),
+    "seq_idx of one document": ({"seq_idx": lambda batch: torch.zeros_like(batch["seq_idx"])}, "segments"),
     "target at a border": ({"labels": border_labels}, "border"),
     "labels shifted twice": ({"labels": shifted_labels}, "labels"),
     "labels of other tokens": ({"labels": lambda batch: batch["labels"].roll(3, 1)}, "labels"),
@@ -365,7 +372,7 @@ MODELS = {
     "recurrent state": (Recurrence(), "leak"),
     "token shift": (Shift(), "leak"),
     "experts with a capacity": (CapacityExperts(), "leak"),
-    "state between calls": (Stateful(), "leak"),
+    "state between calls": (Stateful(), "state"),
 }
 
 
@@ -394,6 +401,14 @@ def test_a_correct_plain_model_is_clean():
     assert report.ok
     assert report.leaks == {}
     assert isolation_probe(Tiny(Attention(inside)).__call__, vocabulary_size=100).ok
+
+
+def test_outputs_that_are_not_finite_are_no_leak():
+    report = isolation_probe(
+        Tiny(Shift()), forward=lambda batch: torch.full((len(batch.input_ids), 5), torch.nan)
+    )
+    assert report.causes == ("not_finite",)
+    assert report.findings[0].remedy == "check the weights and the dtype"
 
 
 def test_the_leaking_documents_are_named():

@@ -433,6 +433,19 @@ def test_masks_of_earlier_transformers():
     assert (found.starts, found.window) == ((0,), 2)
 
 
+def test_from_pretrained(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="multipack", dtype=torch.float64
+    )
+    row = packed(documents())
+    ours = build("llama")
+    expected, found = ours(**row).logits, model(**row).logits
+    # Rotations and norms of transformers are in float32: a part of what a model in float32 rounds.
+    rounded = ours.float()(**row).logits.double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=float((rounded - expected).abs().max()))
+
+
 def test_models_with_attention_of_their_own_are_refused():
     model = build("llama", "eager")
     register(model)

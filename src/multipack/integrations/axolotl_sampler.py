@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 
 from multipack.integrations.host_sampler import (
@@ -40,7 +39,7 @@ Integers = NDArray[np.int64]
 Bins = list[list[int]]
 """Bins of document numbers."""
 
-STATE = ("epoch", "batch", "length", "ranks", "order", "generator")
+STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
 """Keys of a saved state, in addition to its identity."""
 
 MOST_BINS = 256
@@ -79,7 +78,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             accumulation steps make every optimizer step whole. None: the number of ranks, and `drop_last` as above.
         overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are
             `drop`ped, both with a warning; or they raise an `error`. `overlong_documents` lists them.
-        **kwargs: arguments of other versions, which are ignored.
+        **kwargs: arguments of other versions, which are ignored with a warning.
 
     Raises:
         ValueError: a document is too long, or `rank`, `num_replicas` or `world_size` is among the arguments.
@@ -122,6 +121,8 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
                 f"{', '.join(ranks)}: this sampler yields the batches of all ranks, and the host assigns batch b to"
                 " rank b % ranks; leave them out, or give the ranks to a DistributedSampler below it"
             )
+        if kwargs:
+            LOG.warning("these settings have no effect here: %s", ", ".join(sorted(kwargs)))
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on all ranks and in all epochs. The first call is a collective."""
@@ -202,7 +203,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             "length": self.len_across_ranks or len(epoch.batches),
             "ranks": epoch.ranks,
             "order": torch.from_numpy(epoch.order),
-            "generator": epoch.generator,
+            "sampler": epoch.inner,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,13 +219,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             number, ranks = saved_integer(state, "epoch"), saved_integer(state, "ranks", 1)
             length = saved_integer(state, "length", 1)
             batch = saved_integer(state, "batch", most=length)
-            epoch = _Epoch(order, ranks, state["generator"], *self._divided(order, ranks, length))
-            generator = _generator_of(self.sampler)
-            if generator is not None and epoch.generator is not None:
-                generator.set_state(epoch.generator)
+            epoch = _Epoch(order, ranks, state["sampler"], *self._divided(order, ranks, length))
+            _restore(self.sampler, epoch.inner)
         self._go_to(number, batch)
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(number)
         self.len_across_ranks, self._epoch = length, epoch
         if length % world_size():
             LOG.warning(
@@ -244,9 +241,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             ranks = 1 if getattr(self.sampler, "num_replicas", 1) > 1 else world_size()
             if self.multiple_of and len(order) >= self.multiple_of * self.batch_size:
                 ranks = self.multiple_of
-            generator = _generator_of(self.sampler)
-            state = None if generator is None else generator.get_state()
-            known = _Epoch(order, ranks, state, *self._divided(order, ranks, length), self.sampler)
+            known = _Epoch(
+                order, ranks, _state_of(self.sampler), *self._divided(order, ranks, length), self.sampler
+            )
         elif length not in (None, len(known.batches)):
             known.batches, known.left = self._divided(known.order, known.ranks, length)
         self._epoch = known
@@ -339,7 +336,7 @@ class _Epoch:
     Attributes:
         order: (documents,) document numbers.
         ranks: number of batches that are planned together: one of each rank, or `multiple_of`.
-        generator: state of the inner sampler's generator after the order was drawn; None = it has none.
+        inner: the inner sampler's own state after it was read.
         batches: lists of bins, which are lists of document numbers.
         left: (documents,) document numbers that are in no batch.
         source: the inner sampler; None for an order from a saved state.
@@ -348,7 +345,7 @@ class _Epoch:
 
     order: Integers
     ranks: int
-    generator: Tensor | None
+    inner: Mapping[str, Any]
     batches: list[Bins]
     left: Integers
     source: Any = None
@@ -365,6 +362,20 @@ def _read(sampler: Any) -> Integers:
         raise ValueError(f"the sampler yields something else than document numbers: {error}") from error
 
 
-def _generator_of(sampler: Any) -> torch.Generator | None:
-    generator = getattr(sampler, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
+def _state_of(sampler: Any) -> dict[str, Any]:
+    """State of the inner sampler that determines its next epoch: its `state_dict`, or its generator and epoch."""
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {"state_dict": sampler.state_dict()}
+    generator, epoch = getattr(sampler, "generator", None), getattr(sampler, "epoch", None)
+    state = {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else {}
+    return state | ({"epoch": epoch} if hasattr(sampler, "set_epoch") and isinstance(epoch, int) else {})
+
+
+def _restore(sampler: Any, state: Mapping[str, Any]) -> None:
+    """Restore a state of `_state_of`; entries that the sampler does not support are ignored."""
+    if "state_dict" in state and hasattr(sampler, "load_state_dict"):
+        sampler.load_state_dict(state["state_dict"])
+    if "generator" in state and isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator.set_state(state["generator"])
+    if "epoch" in state and hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(state["epoch"])

@@ -65,7 +65,7 @@ class PackedDataCollator:
             above it, the model rotates all documents of a row by the length of the longest.
 
     Raises:
-        ValueError: an unknown choice, `4d_mask` without a window, a dtype that is not floating.
+        ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
     """
 
     returns: Returns = "flattened"
@@ -86,6 +86,13 @@ class PackedDataCollator:
                 "returns='4d_mask' replaces the windows of a model: give window=windows_of(model.config), which is None"
                 " for a model without"
             )
+        if self.returns != "4d_mask" and self.window not in (None, "unknown"):
+            raise ValueError(
+                f"window={self.window!r} is of returns='4d_mask': with {self.returns!r} a model applies its own windows"
+            )
+        for window in self.window.values() if isinstance(self.window, Mapping) else [self.window]:
+            if window not in (None, "unknown"):
+                check_integer("window", window)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The inputs of `model(**inputs)` for a batch of documents.

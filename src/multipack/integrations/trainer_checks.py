@@ -156,7 +156,7 @@ def _documents(dataset: Any, names: Sequence[str] | None) -> Iterator[Mapping[st
 
 @dataclass(frozen=True)
 class CheckedTokens:
-    """A collator that raises a ValueError for a token outside the vocabulary."""
+    """A collator that raises a ValueError for a token outside the vocabulary, and names its document."""
 
     collate: Any
     vocabulary_size: int
@@ -164,7 +164,13 @@ class CheckedTokens:
     def __call__(self, features: Any) -> Any:
         """The batch of the collator."""
         batch = self.collate(features)
-        check_tokens(batch["input_ids"], self.vocabulary_size)
+        try:
+            check_tokens(batch["input_ids"], self.vocabulary_size)
+        except ValueError as error:
+            ids = (np.asarray(each["input_ids"]) for each in features)
+            size = self.vocabulary_size
+            wrong = (number for number, each in enumerate(ids) if each.max() >= size or each.min() < 0)
+            raise ValueError(f"document {next(wrong, 0)} of the batch: {error}") from None
         return batch
 
 

@@ -85,6 +85,8 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
     data_collator: Any
     capacity: int
     plan_options: dict[str, Any]
+    # (data set, its lengths) of each data set that was read.
+    _known_lengths: tuple[tuple[Any, NDArray[np.int64]], ...] = ()
 
     def get_train_dataloader(self) -> RankLoader:
         """This rank's packs, epoch after epoch."""
@@ -93,7 +95,7 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         args, options = self.args, dict(self.plan_options)
         if args.dataloader_drop_last:
             options.setdefault("tail", "drop")
-        lengths = document_lengths(self.train_dataset)
+        lengths = self._lengths_of(self.train_dataset)
         sampler = self._sampler(
             lengths,
             "per_device_train_batch_size",
@@ -108,12 +110,16 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
         """This rank's packs of the evaluation set, in its order."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):  # Trainer names the data sets of a mapping
+            if not isinstance(self.eval_dataset, Mapping) or chosen not in self.eval_dataset:
+                raise ValueError(
+                    f"there is no eval_dataset {chosen!r}: give the trainer a mapping with that name"
+                )
             chosen = self.eval_dataset[chosen]
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
         options = self.plan_options | {"order": "given", "tail": "keep"}
         size, ranks = self.args.eval_batch_size, self.args.world_size
-        lengths = document_lengths(chosen)
+        lengths = self._lengths_of(chosen)
         sampler = self._sampler(lengths, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
         return self._loader(chosen, sampler, False)
 
@@ -125,6 +131,16 @@ class PackedLoaders(_HOST):  # type: ignore[misc]
             return super().get_test_dataloader(test_dataset)
         finally:
             self.data_collator = packed
+
+    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
+        """Lengths of the documents, read once per data set."""
+        for known, lengths in self._known_lengths:
+            if known is dataset and len(dataset) == len(lengths):
+                return lengths
+        lengths = document_lengths(dataset)
+        others = (known for known in self._known_lengths if known[0] is not dataset)
+        self._known_lengths = (*others, (dataset, lengths))
+        return lengths
 
     def _sampler(
         self, lengths: NDArray[np.int64], setting: str, size: int, **options: Any

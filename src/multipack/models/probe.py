@@ -46,6 +46,8 @@ REMEDIES = {
     "leak": "train one document per row, or let the model read their bounds",
     "difference": "train one document per row, or let the model count positions and windows inside each",
     "refused": "train one document per row, or use a model that reads bounds",
+    "not_finite": "check the weights and the dtype",
+    "state": "reset the model's state (a cache, a hidden state) at every call",
     "future": "use a causal model (is_decoder=True for encoders), or a causal mask",
 }
 """Cause of a finding about the model → what to do next."""
@@ -163,7 +165,8 @@ class _Probe:
             ValueError: the model returns no row for each token.
         """
         out = self.run(batch)
-        out = out.get("logits") if isinstance(out, Mapping) else out
+        if isinstance(out, Mapping):  # as outputs of transformers are
+            out = out.get("logits", out.get("last_hidden_state"))
         for name in ("logits", "last_hidden_state"):
             out = getattr(out, name, out)
         while isinstance(out, (tuple, list)):
@@ -239,14 +242,15 @@ class _Probe:
         try:
             base = self.outputs(batch)
             alone = [self.outputs(self.alone(number))[0] for number in range(len(self.documents))]
-            if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
-                raise FloatingPointError("its outputs are not finite")
         except Exception as error:
             if "forward=lambda" in str(error):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             text = f"the model refuses the packed batch: {type(error).__name__}: {reason}"
             return IsolationReport({}, (), (self._finding("refused", text), *findings), TOLERANCE)
+        if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
+            findings.append(self._finding("not_finite", "outputs are not finite"))
+            return IsolationReport({}, (), tuple(findings), TOLERANCE)
         self.noise = _difference(alone[0], base[0])
         differences = tuple(_difference(one, two) for one, two in zip(alone, base, strict=True))
         leaks: dict[tuple[int, int], float] = {}
@@ -255,6 +259,11 @@ class _Probe:
             text = f"{self.limit}, and others of their row too"
             remedy = f"pack documents of up to {self.limit.tokens:,} tokens"
             findings.append(ProbeFinding("rotation", text, remedy))
+        elif any(
+            _difference(*pair) > self.leak_tolerance for pair in zip(base, self.outputs(batch), strict=True)
+        ):
+            text = "the same batch has other outputs in a second call: the model keeps state between calls"
+            findings.append(self._finding("state", text))
         else:
             leaks = self.leaks(batch, base)
             findings += self._future(batch, base)

@@ -181,7 +181,7 @@ def _fields(given: Any) -> dict[str, Any]:
 def wrong_fields(batch: PlacedBatch) -> Iterator[ProbeFinding]:
     """Fields that contradict the documents."""
     yield from _wrong_bounds(batch)
-    yield from _wrong_positions(batch)
+    yield from _wrong_rows(batch)
     yield from _wrong_targets(batch)
 
 
@@ -212,7 +212,8 @@ def _wrong_bounds(batch: PlacedBatch) -> Iterator[ProbeFinding]:
             break
 
 
-def _wrong_positions(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+def _wrong_rows(batch: PlacedBatch) -> Iterator[ProbeFinding]:
+    """Wrong `position_ids` and `seq_idx`."""
     positions = _per_slot(batch.values.get("position_ids"), batch)
     for number, (start, end) in enumerate(batch.spans, 1):
         if positions is not None and positions[start:end] != list(range(end - start)):
@@ -222,6 +223,14 @@ def _wrong_positions(batch: PlacedBatch) -> Iterator[ProbeFinding]:
                 "count position_ids from 0 in every document",
             )
             break
+    segments = _per_slot(batch.values.get("seq_idx"), batch)
+    own = [set(segments[start:end]) for start, end in batch.spans] if segments else []
+    if any(len(each) > 1 for each in own) or len(set().union(*own)) < len(own):
+        yield ProbeFinding(
+            "segments",
+            "seq_idx is not one number per document: kernels of recurrent layers carry state between documents",
+            "number the documents 0, 1, 2, … in seq_idx (int32)",
+        )
 
 
 def _per_slot(tensor: Any, batch: PlacedBatch) -> list[int] | None:

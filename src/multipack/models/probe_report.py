@@ -12,8 +12,8 @@ class ProbeFinding:
     """Something that is wrong, and how to mend it.
 
     Attributes:
-        cause: a word for programs: `leak` and `difference`; of the batch, `positions`, `bounds`, `border` and
-            `labels`; of the model, `rotation`, `future` and `refused`.
+        cause: a word for programs: `leak` and `difference`; of the batch, `positions`, `bounds`, `segments`, `border`
+            and `labels`; of the model, `rotation`, `future`, `state`, `not_finite` and `refused`.
         text: what is wrong, and where.
         remedy: what to do next.
     """
