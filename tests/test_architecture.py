@@ -202,6 +202,10 @@ PUBLIC = """
 """Every name that was ever in `multipack.__all__`: none is removed from here."""
 
 
+def test_type_checkers_know_the_list_of_public_names():
+    assert "\n__all__: list[str]\n" in Path(multipack.__file__).with_suffix(".pyi").read_text()
+
+
 def test_every_public_name_exists_or_says_what_to_use():
     assert set(multipack.__all__) <= set(PUBLIC.split()), "new public names are added to PUBLIC"
     for name in multipack.__all__:

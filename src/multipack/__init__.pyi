@@ -28,3 +28,4 @@ from multipack.shapes import ModelShape as ModelShape
 from multipack.training.inference import load_model as load_model
 
 __version__: str
+__all__: list[str]

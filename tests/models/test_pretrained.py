@@ -220,9 +220,29 @@ def test_the_language_model_of_a_model_with_images_is_read(model, folder):
         *(("phi-3-mini", "mistral"), ("gpt2", "gpt2"), ("gpt2-xl", "gpt2")),
     ],
 )
-def test_a_preset_is_of_a_family(kind, model_type):
-    """Whose models the tests of families compare with those of transformers."""
-    assert config_of(SHAPES[kind])["model_type"] == model_type
+def test_a_preset_is_the_model_of_its_name(transformers, kind, model_type, pack, documents, same_logits):
+    """Tensors, biases, positions and activations of transformers' model with the preset's settings, made small."""
+    preset = SHAPES[kind]
+    layers = max(preset.full_every, preset.unrotated_every, 1)
+    width = preset.head_width // 2 if preset.positions == "rope" else 4
+    heads, kv_heads = min(preset.heads // preset.kv_heads, 4), 1
+    if preset.positions == "learned":
+        heads = kv_heads = 2
+    small = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "vocabulary_size": 50, "d_ff": 24}
+    small |= {"d_model": heads * width, "head_dim": width if preset.positions == "rope" else 0}
+    if preset.embedding_scale != 1.0:
+        small["embedding_scale"] = small["d_model"] ** 0.5
+    shape = dataclasses.replace(preset, **small)
+    made = transformers.AutoConfig.for_model(**config_of(shape))
+    assert made.model_type == model_type
+    theirs = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    model = Decoder(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    theirs.load_state_dict(to_huggingface(shape, model.state_dict()), strict=not shape.tied)
+    theirs.tie_weights()
+    same_logits(theirs, model)
 
 
 def test_names_and_files_of_families_that_are_others(transformers):

@@ -31,6 +31,8 @@ EXAMPLE = {
     "load_in_8bit": False,
 }
 
+CHATS = [{"path": "a/b", "type": "chat_template"}]
+
 
 @pytest.fixture
 def parsed(tmp_path):
@@ -236,11 +238,18 @@ def test_values_of_other_types_are_named(keys):
     [
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "noise"),
         ({"my_own_key": 1}, "my_own_key", "not a key that is known"),
+        ({"multipack_overlong": "drop"}, "multipack_overlong", "data.overlong"),
         ({"optimizer": "lion"}, "optimizer", "adamw_torch"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "cosine"),
         ({"base_model": "ai21labs/Jamba-v0.1"}, "base_model", "recurrent"),
         ({"base_model": "nvidia/Qwen3-30B-A3B-NVFP4"}, "base_model", "quantized"),
         ({"datasets": [{"path": "a/b", "type": "context_qa"}]}, "datasets", "context_qa"),
+        (
+            {"datasets": [{"path": "a/b", "type": "alpaca:phi"}]},
+            "datasets",
+            "write `prompt` and `completion`",
+        ),
+        ({"chat_template": "llama", "datasets": CHATS}, "datasets", "chat_template=llama is not that"),
         ({"datasets": [{"path": "a/b", "type": "alpaca", "shards": 3}]}, "datasets", "shards=3"),
         ({"special_tokens": {"eos_token": "<end>"}}, "special_tokens", "eos_token"),
         ({"val_set_size": 500}, "val_set_size", "share"),
@@ -254,6 +263,16 @@ def test_what_cannot_be_honored_is_named(imported, keys, name, reason):
     assert next(iter(found.lacking)) == name
     assert reason in found.lacking[name]
     assert f"#   {name}: " in found.to_yaml()
+
+
+def test_names_of_other_tools_are_unknown():
+    others = """
+        num_train_epochs max_seq_length max_length lr_scheduler_type model.n_layer optimizer.gas lora.r target_modules
+        wandb_foo mlflow_foo trackio_foo ray_foo liger_foo flash_foo flex_foo fp8_foo hub_foo a_multipack_foo
+    """
+    found = translate_keys({**EXAMPLE, **dict.fromkeys(others.split(), 3)})
+    assert sorted(found.lacking) == sorted(others.split())
+    assert found.settings == translate_keys(EXAMPLE).settings
 
 
 def test_models_without_a_config_are_known_by_name():

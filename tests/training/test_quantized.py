@@ -142,6 +142,7 @@ def test_settings_that_do_not_go_together_are_refused(words, bases, tmp_path):
     config = compose_run([*start, "parallel.tensor=4"])
     with pytest.raises(ValueError, match=r"parallel.tensor=4 .*model.d_ff=128: use parallel.tensor=2"):
         config.adapter.check_blocks(config.model, 4)
+    AdapterConfig("lora", quantize="int8").check_blocks(config.model, 3)  # numbers have no blocks to cut
     config = compose_run([*start, "model=tiny", "model.d_ff=100"])
     with pytest.raises(ValueError, match=r"model.d_ff=100: use adapter.quantize=int8"):
         check(config, 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_models import SIZES, save_model, short_run
 from multipack.data.text.tokenizer import byte_tokenizer
@@ -85,6 +85,16 @@ def test_a_folder_is_written_as_it_was(source, tmp_path):
     check_same(source, tmp_path / "out")
     export(source, tmp_path / "wide", dtype="fp32")
     assert {value.dtype for value in tensors_of(tmp_path / "wide").values()} == {torch.float32}
+
+
+def test_every_tensor_keeps_its_own_dtype(source, tmp_path):
+    tensors = {name: value.contiguous() for name, value in tensors_of(source).items()}
+    for file in (*source.glob("*.safetensors"), source / "model.safetensors.index.json"):
+        file.unlink()
+    tensors["model.norm.weight"] = torch.full((16,), 1 + 2.0**-20)
+    save_file(tensors, source / "model.safetensors")
+    export(source, tmp_path / "out")
+    check_same(source, tmp_path / "out")
 
 
 def test_a_run_keeps_what_it_started_with(source, tmp_path):

@@ -20,7 +20,14 @@ DEFAULTS: dict[str, Any] = {
 }
 """Setting → Axolotl's default, where it differs."""
 
+_SHARED = """
+    sequence_len num_epochs max_steps learning_rate max_grad_norm adam_beta1 adam_beta2 adam_epsilon warmup_ratio
+    output_dir save_steps save_total_limit eval_steps logging_steps lora_r lora_alpha lora_dropout
+"""
+"""Axolotl's own among the names that tools share; the others would be another tool's."""
+
 RENAMED: dict[str, str] = {
+    **{name: ALIASES[name] for name in _SHARED.split()},
     "weight_decay": "optimizer.weight_decay",
     "warmup_steps": "optimizer.warmup_steps",
     "label_smoothing_factor": "train.label_smoothing",
@@ -45,7 +52,7 @@ RENAMED: dict[str, str] = {
     "wandb_run_id": "track.run_id",
     "wandb_mode": "track.mode",
 }
-"""Keys → setting of the same meaning, beside the names that other tools share."""
+"""Keys → setting of the same meaning."""
 
 TRACKERS = {
     "wandb_project": "wandb",
@@ -108,13 +115,14 @@ NOTED: dict[str, str] = {
     "test_datasets": "data.validation_path=FILE takes validation documents of the same form as the training documents",
     "expert_parallel_size": "experts are divided as other weights are, by parallel.data=zero3",
     "activation_offloading": "saves memory only: activations are recomputed (train.recompute=full)",
-    "loss_watchdog_*": "train.spike=stop ends a run whose loss or gradient norm jumps, by standard deviations",
+    "loss_watchdog_threshold loss_watchdog_patience": "train.spike=stop ends a run whose loss or gradient norm jumps,"
+    " by standard deviations",
     "tiled_mlp": "saves memory only: train.tiles=4 divides the feed-forwards",
-    "fp8 fp8_*": "products are computed in train.dtype: slower, less rounding",
+    "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "products are computed in train.dtype: slower, less rounding",
     "quantization": "is of the export, after training",
     "torch_dtype": "weights that are trained are held in fp32, and computed with in train.dtype",
     "reinit_weights": "weights are drawn with standard deviation 1/√d_model",
-    "hub_* push_to_hub": "export, and upload the folder",
+    "hub_model_id hub_strategy push_to_hub": "export, and upload the folder",
     "profiler_steps": "train.profile=true traces three steps",
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens": (
         "evaluations compute the validation loss, and samples (train.sample_tokens)"
@@ -127,29 +135,39 @@ NOTED: dict[str, str] = {
 """Names or patterns of keys → a difference that does not change what is trained."""
 
 _FASTER = """
-    sample_packing eval_sample_packing sample_packing_* *multipack_* attn_implementation fused_attn_kernel
-    flash_* flex_* liger_* unsloth_* xformers_attention sdp_attention eager_attention cut_cross_entropy
-    chunked_cross_entropy gemma4_hybrid_attn_impl use_glm_dsa_kernels use_kernels use_scattermoe use_sonicmoe
-    experts_implementation quantize_moe_experts llama4_linearized_experts lora_*_kernel tf32 low_cpu_mem_usage
-    gradient_checkpointing_kwargs torch_compile_* heads_k_stride ring_attn_func ddp ddp_* accelerator_config
+    sample_packing eval_sample_packing sample_packing_group_size sample_packing_bin_size sample_packing_eff_est
+    multipack_real_batches multipack_probe streaming_multipack_buffer_size pretrain_multipack_buffer_size
+    pretrain_multipack_attn attn_implementation fused_attn_kernel flash_attention flash_attn_cross_entropy
+    flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum flex_attention flex_attn_compile_kwargs
+    liger_rope liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_swiglu
+    liger_cross_entropy liger_fused_linear_cross_entropy liger_use_token_scaling unsloth_cross_entropy_loss
+    unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope xformers_attention sdp_attention
+    eager_attention cut_cross_entropy chunked_cross_entropy gemma4_hybrid_attn_impl use_glm_dsa_kernels use_kernels
+    use_scattermoe use_sonicmoe experts_implementation quantize_moe_experts llama4_linearized_experts
+    lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel tf32 low_cpu_mem_usage
+    gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode heads_k_stride ring_attn_func ddp
+    ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters accelerator_config
     fsdp_version fsdp_final_state_dict_type qlora_sharded_model_loading experimental_skip_move_to_device
-    lora_on_cpu expert_parallel_num_nvl_bytes expert_parallel_token_capacity gc_steps use_ray ray_*
-    resources_per_worker nvfp4_merge_aware peft_autocast_adapter_dtype eval_batch_size
+    lora_on_cpu expert_parallel_num_nvl_bytes expert_parallel_token_capacity gc_steps use_ray ray_num_workers
+    ray_run_name resources_per_worker nvfp4_merge_aware peft_autocast_adapter_dtype eval_batch_size
     model_quantization_config_kwargs
 """
 """Keys about how the same numbers are computed."""
 _FILES = """
     dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset
-    remove_unused_columns push_dataset_to_hub hf_use_auth_token dataloader_* wandb_* mlflow_* trackio_*
+    remove_unused_columns push_dataset_to_hub hf_use_auth_token dataloader_pin_memory
+    dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last wandb_watch wandb_log_model wandb_tags
+    mlflow_tracking_uri trackio_space_id
     include_tokens_per_second include_tkps save_only_model save_safetensors metric_for_best_model
     greater_is_better strict debug base_model_ignore_patterns tokenizer_type tokenizer_use_fast
-    tokenizer_legacy tokenizer_save_jinja_files is_*_derived_model eot_tokens roles_to_train train_on_eos
+    tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model
+    is_llama_derived_model is_mistral_derived_model is_qwen_derived_model eot_tokens roles_to_train train_on_eos
     pretraining_sample_concatenation resize_token_embeddings_to_32x mean_resizing_embeddings
     embeddings_skip_upcast eta_min
 """
 """Keys about files, logs and the order of work, in the same form. Axolotl itself reads no eta_min."""
 NO_EFFECT = frozenset((_FASTER + _FILES).split())
-"""Names and patterns of keys that do not change what is trained."""
+"""Names of keys that do not change what is trained."""
 
 READ_WITH: dict[str, tuple[str, ...]] = {
     "revision_of_model": ("train.init_from", "model"),
@@ -180,6 +198,7 @@ CANNOT: dict[str, str] = {
     "lr_scheduler_kwargs cosine_constant_lr_ratio lr_quadratic_warmup": "this shape of the schedule: there are"
     " optimizer.min_lr, optimizer.warmup_steps and optimizer.decay_steps",
     "max_packed_sequence_len": "packs without boundaries: remove it, and set sample_packing",
+    "multipack_overlong": "the plugin's choice for long documents: set data.overlong",
     "batch_size": "the batch of all devices: give micro_batch_size and gradient_accumulation_steps",
     "trl vllm ebft gdpo": "training on the model's own samples",
     "lisa_*": "training some layers at a time (LISA)",
@@ -196,7 +215,7 @@ TOOL = Tool(
         keys.get("base_model") and (keys.get("datasets") or keys.get("pretraining_dataset"))
     ),
     needs="base_model and datasets",
-    rules=rules_of({**ALIASES, **RENAMED}, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
+    rules=rules_of(RENAMED, FUNCTIONS, NOTED, CANNOT, (*NO_EFFECT, *READ_WITH)),
     defaults=DEFAULTS,
     false=frozenset({"shuffle_merged_datasets"}),
     trackers=TRACKERS,

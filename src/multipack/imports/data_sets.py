@@ -28,18 +28,22 @@ _MAPPED = {"role": ("role", "from"), "content": ("content", "value")}
 """Property of a message → its names in records."""
 FAMILY_TEMPLATES = by_name(
     {
-        "gemma": ("gemma2",),
+        "gemma": ("gemma", "gemma2"),
         "gemma3": ("gemma3_text",),
         "qwen_25": ("qwen2",),
-        "qwen3": ("qwen3_moe",),
-        "qwen3_5": ("qwen3_5_moe",),
+        "qwen3": ("qwen3", "qwen3_moe"),
+        "qwen3_5": ("qwen3_5", "qwen3_5_moe"),
         "phi_3 phi_35 phi_4": ("phi3",),
-        "cohere command_a": ("cohere2",),
+        "cohere": ("cohere", "cohere2"),
+        "command_a": ("cohere2",),
         "llama3": ("llama",),
         "mistral_v7_tekken": ("mistral", "ministral3"),
     }
-)
-"""Template of Axolotl → types of models, beside one of the same name, whose tokenizers come with it."""
+) | {
+    name: (name,)
+    for name in ("gemma3n", "gemma4", "gemma4_unified", "deepseek_v2", "llama4", "jamba", "falcon_h1")
+}
+"""Template of Axolotl → types of models whose tokenizers come with it."""
 _WITHOUT_TEMPLATE = ("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-4-26b-a4b")
 """Models of these families whose tokenizers have no template, because they are not tuned for chats."""
 _PAIRS = by_name({"prompt_pairs ultra": "prompt", "intel": "question", "icr": "input"})
@@ -89,6 +93,10 @@ def _one(entry: Entry, keys: Entry, kind: str) -> Settings:
     variants: Settings = {}
     if name == "completion" and variant:
         variants = {"fields": [variant]}
+    if name == "alpaca" and variant:
+        raise NotHonored(
+            f"type: {form} has another prompt than Stanford Alpaca's: write `prompt` and `completion` into the records"
+        )
     if name not in FORMS or (variant and not variants) or (detail and name == "alpaca"):
         raise NotHonored(f"type: {form or 'none'} has no equivalent in data.format")
     return settings | FORMS[name](given, keys, kind) | variants
@@ -202,7 +210,7 @@ def template_settings(given: Entry, keys: Entry, kind: str) -> Settings:
         return {}
     if name in BUILT_IN_TEMPLATES:
         return {"chat_template": name}
-    if kind in (name, *FAMILY_TEMPLATES.get(name, ())) and base not in _WITHOUT_TEMPLATE:
+    if kind in FAMILY_TEMPLATES.get(name, ()) and base not in _WITHOUT_TEMPLATE:
         return {}
     raise NotHonored(
         f"chat_template={name} is not that of the tokenizer of {keys.get('base_model')}: give data.chat_template=FILE"

@@ -28,7 +28,7 @@ from multipack.shapes.config_json import family_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names in a Hugging Face folder."""
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def open_weights(folder: Path) -> tuple[ModelShape, dict[str, Callable[[], Tensor]]]:
@@ -78,6 +78,20 @@ def open_weights(folder: Path) -> tuple[ModelShape, dict[str, Callable[[], Tenso
             raise _damaged(folder, error) from error
 
     return shape, {name: partial(read, origin) for name, origin in origins(shape).items()}
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Hugging Face's name → dtype in the files, of the tensors of a Hugging Face folder.
+
+    Raises:
+        ValueError: see `open_weights`.
+    """
+    tensors, found = family_of(decoder_shape(folder / CONFIG)).tensors, dict[str, torch.dtype]()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            for name, own in _names(opened, folder):
+                found[tensors.full_name(own)] = _FLOATS.get(opened.get_slice(name).get_dtype(), torch.float32)
+    return found
 
 
 def _names(opened: Any, folder: Path) -> list[tuple[str, str]]:

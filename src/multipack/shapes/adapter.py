@@ -144,7 +144,7 @@ class AdapterConfig:
         Raises:
             ValueError: they have not; the message names the nearest legal choice.
         """
-        if self.format is None or shape.architecture:
+        if self.format is None or self.format.block == 1 or shape.architecture:
             return
         block = self.format.block
         rows = {

@@ -28,7 +28,7 @@ from multipack.hub import hub_name, model_folder
 from multipack.models.foreign import foreign_settings, save_foreign
 from multipack.models.huggingface import scores_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
-from multipack.models.pretrained import CONFIG, WEIGHTS
+from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
 from multipack.planning.options import check_choice
 from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape, read_json
@@ -63,8 +63,8 @@ def export(
 ) -> list[tuple[str, str]]:
     """Write a run, or one of its checkpoints, as a folder that transformers loads, or peft if it trained adapters.
 
-    `dtype` auto is the dtype of the model that the run started with, or fp32; `merge` writes the whole model with its
-    adapters merged into the weights.
+    `dtype` auto is the dtype of the model that the run started with, or fp32; without a run, each tensor's own. `merge`
+    writes the whole model with its adapters merged into the weights.
 
     Returns:
         Rows of a report: (name, value).
@@ -85,6 +85,10 @@ def export(
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     template, adapter = find_template(trained.folder), None if merge else trained.adapter
     files = source_files(trained.folder, tokenizer)
+    of_files = (
+        dtype == "auto" and is_export(trained.folder) and not (is_peft(trained.folder) or shape.architecture)
+    )
+    own_dtypes = stored_dtypes(trained.folder) if of_files else {}
     dtype = source_dtype(files) if dtype == "auto" else dtype
     # Raises if transformers has no such model, before anything is written.
     own = foreign_settings(shape.architecture) if shape.architecture else config_of(shape)
@@ -100,7 +104,7 @@ def export(
         texts[PEFT_CONFIG] = json.dumps(settings, indent=2) + "\n"
     foreign = bool(shape.architecture) and adapter is None
     if not foreign:
-        tensors = _converted(tensors, DTYPES[dtype], trained.folder)
+        tensors = _converted(tensors, DTYPES[dtype], own_dtypes, trained.folder)
     with atomic_folder(folder) as partial:
         if foreign:
             save_foreign(shape, tensors, partial, DTYPES[dtype])
@@ -161,9 +165,11 @@ def loading_code(folder: Path) -> str:
     )
 
 
-def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
-    """The tensors in `dtype`; converted and removed from `tensors` one by one."""
-    converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
+def _converted(
+    tensors: dict[str, Tensor], dtype: torch.dtype, others: dict[str, torch.dtype], source: Path
+) -> dict[str, Tensor]:
+    """The tensors in their dtype in `others`, else in `dtype`; converted and removed from `tensors` one by one."""
+    converted = {name: tensors.pop(name).to(others.get(name, dtype)) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(
